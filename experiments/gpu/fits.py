@@ -77,7 +77,7 @@ def table(*overrides: str) -> str:
 
 
 def _needs(model: ModelShape, machine: Machine, *overrides: str) -> list[Need]:
-    return estimate(load_config(_RECIPE, overrides), "cuda", model, machine)
+    return estimate(load_config(_RECIPE, [*overrides]), "cuda", model, machine)
 
 
 def _fit(needs: list[Need], machine: Machine) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,8 @@ class HostWeights(nn.Module):
         for number, parameter in enumerate(self._copies):
             if gradients == torch.float32 != parameter.dtype:
                 parameter.register_post_accumulate_grad_hook(partial(self._add_up, number))
-        self.register_load_state_dict_post_hook(lambda *_: self.give_back())
+        hooked: Any = self  # torch does not say what types it takes
+        hooked.register_load_state_dict_post_hook(lambda *_: self.give_back())
 
         self._lock = PageLock(device)
         weakref.finalize(self, self._lock.close)
@@ -105,7 +107,7 @@ class HostWeights(nn.Module):
 
     def _lock_pages(self, tensors: list[Tensor] | list[nn.Parameter]) -> None:
         for tensor in tensors:
-            self._lock.add(memoryview(local(tensor).numpy()))
+            self._lock.add(local(tensor).numpy().data)
 
     def _wait(self) -> None:
         device = self._copies[0].device

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from rl.learner.tensor_digests import tensor_digests
 from rl.learner.trainer import Trainer
 from rl.models.protocol import local
 from rl.store.checkpoint_folder import Meta
+from rl.weights.host.page_lock import PageLock
 from tests.rl.learner.ranks import process_group, results_of_ranks
 from tests.rl.learner.test_trainer_ranks import SETTINGS, VARIANTS, train, weights
 from tests.rl.learner.tiny_policies import largest_difference, save_tiny
@@ -172,6 +174,18 @@ def test_weights_that_are_loaded_reach_the_forward_at_once(
     for name, each in trainer.weights.trainable():
         copy = local(trainer.policy.get_parameter(name))
         assert torch.equal(copy, local(each).bfloat16()) and not torch.equal(copy, before[name])
+
+
+def test_what_crosses_the_bus_is_page_locked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each weight and each place for a gradient, once: moments stay where they are."""
+    locked: list[int] = []
+    monkeypatch.setattr(PageLock, "add", lambda _, view: locked.append(np.frombuffer(view, np.uint8).nbytes))
+    trainer = make_trainer(folder, VARIANTS["batch"], "host")
+    held = sum(each.nbytes for each in trained(trainer).values())
+    assert sum(locked) == held
+    for step in range(STEPS):
+        train(trainer, step)
+    assert sum(locked) == 2 * held
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing(folder: Path) -> None:

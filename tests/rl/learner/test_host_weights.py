@@ -18,6 +18,7 @@ from rl.learner.host_weights import HostWeights
 from rl.learner.tensor_digests import tensor_digests
 from rl.learner.trainer import Trainer
 from rl.models.protocol import local
+from rl.models.team import make_mesh
 from rl.store.checkpoint_folder import Meta
 from rl.weights.host.page_lock import PageLock
 from tests.rl.learner.ranks import process_group, results_of_ranks
@@ -31,6 +32,7 @@ SEVERAL = {
     "critic": VARIANTS["critic"],
     "lora": VARIANTS["lora"],
     "turns": VARIANTS["turns"],
+    "copies": (*VARIANTS["batch"], "learner.ranks=2", "learner.copies=2"),
     "bfloat16": (*VARIANTS["batch"], "model.dtype=bfloat16"),
     "added up in bfloat16": (*VARIANTS["batch"], "model.dtype=bfloat16", "learner.reduce_dtype=bfloat16"),
 }
@@ -77,7 +79,7 @@ def test_a_single_rank_without_a_mesh(folder: Path) -> None:
     assert largest_difference(found["host"][1], found["device"][1]) == 0
 
 
-@pytest.mark.parametrize("variant", [name for name in ONE if name != "added up in bfloat16"])
+@pytest.mark.parametrize("variant", [name for name in ONE if name not in ("copies", "added up in bfloat16")])
 def test_one_rank_is_equal_to_the_last_bit(folder: Path, mesh: Any, variant: str) -> None:
     """Metrics, float32 weights, and the digests that a replay compares; the forward has their rounded copies."""
     trainers = {place: make_trainer(folder, ONE[variant], place, mesh) for place in PLACES}
@@ -117,7 +119,8 @@ def rank_main(rank: int, folder: str) -> None:
     found = {}
     with process_group(folder, rank, RANKS) as mesh:
         for variant, place in itertools.product(SEVERAL, PLACES):
-            trainer = make_trainer(folder, SEVERAL[variant], place, mesh)
+            placed = make_mesh("cpu", RANKS, copies=2) if variant == "copies" else mesh
+            trainer = make_trainer(folder, SEVERAL[variant], place, placed)
             metrics: list[dict[str, float]] = []
             gradients = first_gradients(trainer)
             for step in range(STEPS):
@@ -134,7 +137,7 @@ def ranks(folder: Path) -> list[dict[Any, Any]]:
     return results_of_ranks(rank_main, folder, RANKS)
 
 
-@pytest.mark.parametrize("variant", ["critic", "lora", "turns"])
+@pytest.mark.parametrize("variant", ["critic", "lora", "turns", "copies"])
 def test_two_ranks_are_equal_to_the_last_bit(ranks: list[dict[Any, Any]], variant: str) -> None:
     for rank in ranks:
         assert rank[variant, "host"][0] == rank[variant, "device"][0]

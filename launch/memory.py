@@ -24,6 +24,8 @@ _MASTER = 4  # bytes of a parameter, of its gradient and of each of Adam's two m
 _BATCHED_TOKENS = 8192  # of one engine step, at least (`vllm_settings`)
 _MARGIN = 1.05  # an estimate of a learner's peak beside its peak
 _CONTEXT = 600 * MIB  # CUDA's own, of one process on a GPU
+_CURES = {"learner.ranks": "learner.ranks, learner.optimizer_states"}
+"""What else may help beside a field, by the field."""
 
 # A process at rest, its libraries imported (measured on CPU, rounded up).
 _AT_REST = {
@@ -108,10 +110,9 @@ def estimate(
         needs += _on_gpus(config, model, machine or Machine())
     elif model and config.generator.engine == "vllm" and not config.supervised:
         engine_at_rest |= _engine(config, model, device) | {"KV cache": kv_cache_bytes(config.generator, device) or 0}
-    if model and device == "cpu" and learner_computes(config):
-        learner_at_rest |= _learner(config, model)
-    if model and config.learner.checkpoints == "background" and learner_computes(config):
-        learner_at_rest["checkpoint"] = 3 * _learner(config, model)["gradients"]  # what is trained, and two moments
+    if model and learner_computes(config):
+        learner_at_rest |= _learner(config, model) if device == "cpu" else {}
+        learner_at_rest |= _states(config, model)
 
     needs.append(Need("learner rank", "host", config.learner.ranks, learner_at_rest, "learner.ranks"))
     if config.supervised:
@@ -145,9 +146,8 @@ def check_memory(needs: Sequence[Need], machine: Machine) -> None:
             )
             if need.beside:
                 part = f", shared with {need.beside}, which leaves {size_text(int(need.share * gpu))}"
-            raise ConfigError(
-                f"{need.field}: {need}, and a GPU has {size_text(gpu)}{part}; see {need.field} and model.path"
-            )
+            cures = _CURES.get(need.field, need.field)
+            raise ConfigError(f"{need.field}: {need}, and a GPU has {size_text(gpu)}{part}; see {cures} and model.path")
 
 
 def check_longest(config: Config, model: ModelShape, field: str) -> None:
@@ -284,7 +284,8 @@ def _with_cache(config: Config, model: ModelShape, need: Need, gpu: int | None) 
 def _learner(config: Config, model: ModelShape) -> dict[str, int]:
     """The bytes of one rank at its peak, by purpose.
 
-    Weights, gradients and optimizer are divided among the ranks. FSDP gathers the root and two layers at a time. With
+    Weights, gradients and optimizer are divided among the ranks; with the optimizer's states on the host the device has
+    weights in the dtype of the forward, and no moments. FSDP gathers the root and two layers at a time. With
     recomputation a layer keeps its input, and the peak is the head's, or that of one layer and of its backward.
     With adapters the model itself stands still, in the dtype of the forward, and is its own reference.
     Of a pack that ranks compute together each has its share of the tokens. Of several copies each is divided among its
@@ -294,18 +295,20 @@ def _learner(config: Config, model: ModelShape) -> dict[str, int]:
     together = learner.context_parallel
     number = _bytes(config.model.dtype)
     lora = lora_options(config.model)
-    moving = model.adapters(lora.rank, lora.named) if lora else model.trained
-    moving += model.trained * config.algo.critic.enabled
+    on_host = learner.optimizer_states == "host"
+    weight = number if on_host else _MASTER  # of a whole model; those of adapters are float32
+    reduced = _bytes(learner.reduce_dtype)
+    gradient = number if on_host and reduced < _MASTER else _MASTER
+    adapters, whole = _moving(config, model)
     still = model.trained * number if lora else 0
     if config.algo.kl.coef and not (lora and config.algo.kl.reference == "start"):
-        still += model.trained * _MASTER
+        still += model.trained * weight
 
     in_batch = config.batch_size * config.generator.max_model_len * together // learner.ranks
     tokens = min(max(learner.max_tokens_per_pack, config.generator.max_model_len), max(in_batch, 1))
     tokens = -(-tokens // together)
     layer = tokens * model.saved_bytes(number)
     head_moves = lora is None or "lm_head" in (lora.named or ())
-    reduced = _bytes(learner.reduce_dtype)
     head = model.head_bytes(tokens, learner.logprob_chunk, number, moves=head_moves, reduced=reduced)
 
     # Weights of experts and what adapters add, as one: for the backward, which has their gradient besides.
@@ -317,16 +320,33 @@ def _learner(config: Config, model: ModelShape) -> dict[str, int]:
         working += tokens * model.exchanged_bytes(together, number)
 
     shards = learner.ranks // learner.copies
-    sharded = moving * _MASTER // shards
     two_layers = min(2, model.layers) * model.layer
+    moments = {} if on_host else {"optimizer": 2 * ((adapters + whole) * _MASTER // shards)}
     return {
-        "weights": sharded + still // shards,
-        "gradients": sharded,
-        "optimizer": 2 * sharded,
+        "weights": (adapters * _MASTER + whole * weight) // shards + still // shards,
+        "gradients": (adapters * _MASTER + whole * gradient) // shards,
+        **moments,
         "gathered": (model.trained - model.layers * model.layer + two_layers) * number,
         "activations": kept,
         "working space": working,
     }
+
+
+def _moving(config: Config, model: ModelShape) -> tuple[int, int]:
+    """Parameters that are trained: of adapters, and of whole models."""
+    lora = lora_options(config.model)
+    critic = model.trained * config.algo.critic.enabled
+    return (model.adapters(lora.rank, lora.named), critic) if lora else (0, model.trained + critic)
+
+
+def _states(config: Config, model: ModelShape) -> dict[str, int]:
+    """The bytes that one rank has on the host of what it trains, by purpose."""
+    learner = config.learner
+    sharded = sum(_moving(config, model)) * _MASTER // (learner.ranks // learner.copies)
+    parts = {"checkpoint": 3 * sharded} if learner.checkpoints == "background" else {}
+    if learner.optimizer_states == "host":
+        parts |= {"float32 weights": sharded, "fetched gradients": sharded, "moments": 2 * sharded}
+    return parts
 
 
 def _cure(config: Config, parts: dict[str, int]) -> str:

@@ -17,9 +17,11 @@ SETTINGS = (
     "steps=3",
     "sampling.max_tokens=96",
     "eval.tasks=0",
+    "tracking.wandb=disabled",
 )
 CHANNELS = {
     "shm": ("weights.transport=shm",),
+    "tcp": ("weights.transport=tcp", "network.transport=tcp"),
     "zmq, adapters alone": ("weights.transport=zmq", "model.lora={rank: 4, alpha: 8, serve: adapter}"),
 }
 

@@ -1,4 +1,4 @@
-"""What fits on which GPUs, by the estimate that a run is checked with: the table of `docs/gpu.md`.
+"""What fits on which GPUs, by the estimate that a run is checked with: the tables of `docs/gpu.md`.
 
     python -m experiments.gpu.fits
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from experiments.gpu.models import SIZES
 from launch.gpus import Gpu
-from launch.machine import Machine, gpu_bytes
-from launch.memory import check_memory, estimate
+from launch.machine import GIB, Machine, gpu_bytes
+from launch.memory import Need, check_memory, estimate, on_host
 from rl.config.schema import ConfigError, load_config
 from rl.models.shape import ModelShape
 
@@ -38,40 +38,55 @@ def shape(name: str) -> ModelShape:
     return ModelShape.of(MODELS[name] | {"tie_word_embeddings": name in _TIED})
 
 
-def shared(model: ModelShape, gib: int) -> str:
+ON_HOST = ("learner.optimizer_states=host", "learner.reduce_dtype=bfloat16")
+"""The settings of the second table."""
+
+
+def shared(model: ModelShape, gib: int, *overrides: str) -> str:
     """Thousands of tokens of the cache beside a learner on one GPU, or that they do not fit."""
     machine = Machine([Gpu("0", gpu_bytes(gib))])
-    needs = estimate(load_config(_RECIPE), "cuda", model, machine)
-    try:
-        check_memory(needs, machine)
-    except ConfigError:
+    needs = _needs(model, machine, *overrides)
+    if not _fit(needs, machine):
         return "no"
     (engine,) = [need for need in needs if need.beside == "a learner"]
     cache = engine.parts["KV cache"] / model.kv_bytes(2)
     return f"{cache / 1000:.0f}k"
 
 
-def ranks(model: ModelShape, gib: int) -> str:
+def ranks(model: ModelShape, gib: int, *overrides: str) -> str:
     """The fewest learner ranks of seven, each with a GPU of its own, that hold the model, if an engine's GPU does."""
     machine = Machine([Gpu(str(number), gpu_bytes(gib)) for number in range(8)])
     for count in range(1, 8):
-        overrides = ["placement=apart", f"learner.ranks={count}"]
-        try:
-            check_memory(estimate(load_config(_RECIPE, overrides), "cuda", model, machine), machine)
-        except ConfigError:
-            continue
-        return str(count)
+        if _fit(_needs(model, machine, "placement=apart", f"learner.ranks={count}", *overrides), machine):
+            return str(count)
     return "no"
 
 
-def table() -> str:
-    lines = ["| model | one GPU of 24 GB | 48 GB | 80 GB | ranks of 48 GB | of 80 GB |", "|---|---|---|---|---|---|"]
+def table(*overrides: str) -> str:
+    lines = [
+        "| model | one GPU of 24 GB | 48 GB | 80 GB | ranks of 48 GB | of 80 GB | memory of the host |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name in MODELS:
         model = shape(name)
-        cells = [name, *(shared(model, gib) for gib in (24, 48, 80)), *(ranks(model, gib) for gib in (48, 80))]
-        lines.append(f"| {' | '.join(cells)} |")
+        cells = [shared(model, gib, *overrides) for gib in (24, 48, 80)]
+        cells += [ranks(model, gib, *overrides) for gib in (48, 80)]
+        host = on_host(_needs(model, Machine(), *overrides)) / GIB
+        lines.append(f"| {' | '.join([name, *cells, f'{host:.0f} GiB'])} |")
     return "\n".join(lines)
 
 
+def _needs(model: ModelShape, machine: Machine, *overrides: str) -> list[Need]:
+    return estimate(load_config(_RECIPE, [*overrides]), "cuda", model, machine)
+
+
+def _fit(needs: list[Need], machine: Machine) -> bool:
+    try:
+        check_memory(needs, machine)
+    except ConfigError:
+        return False
+    return True
+
+
 if __name__ == "__main__":
-    print(table())
+    print(table(), table(*ON_HOST), sep="\n\n")

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from experiments.bench._bare_loop import BareLoop
 from experiments.bench._measuring import batch_part_of, temporary_run
 from experiments.gpu.models import save_model, shape_of
 from experiments.gpu.part import Result, Unrun
-from launch.memory import estimate
-from rl.config.schema import Config, load_config
+from launch.machine import this_machine
+from launch.memory import Need, check_memory, estimate
+from rl.config.schema import Config, ConfigError, load_config
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
 from rl.models.head import token_logprobs
@@ -40,6 +42,9 @@ _SAMPLES, _GROUP = 28, 4
 _CASES = {"cuda": [("1.5b", True), ("0.5b", False), ("4b", True)], "cpu": [("tiny", True)]}
 """Size, and whether activations are computed again."""
 _MEMORY = {"cuda": [("0.5b", True), ("0.5b", False), ("1.5b", True), ("1.5b", False)]}
+_STATES = {"cuda": ["1.5b", "4b", "8b"], "cpu": ["tiny"]}
+_HOST = "learner.optimizer_states=host"
+_PLACES = {"device": (), "host": (_HOST,), "host, added up in bfloat16": (_HOST, "learner.reduce_dtype=bfloat16")}
 
 Step = Callable[[BatchPart], None]
 
@@ -82,7 +87,64 @@ def memory(result: Result, device: str) -> None:
             del step  # its memory is the next one's
 
 
-def config_of(size: str, device: str, checkpointing: bool) -> Config:
+def states(result: Result, device: str) -> None:
+    """Steps with the optimizer's states on the device and on the host: seconds, peak beside the estimate, and what the
+    optimizer itself takes. What neither GPU nor host holds is noted so, by the estimate."""
+    here = this_machine()
+    with _one_rank(device) as mesh, tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
+        for size in _STATES[device]:
+            model: Path | None = None
+            for name, overrides in _PLACES.items():
+                config = config_of(size, device, checkpointing=True, overrides=overrides)
+                needs = estimate(config, device, shape_of(size))
+                own = [need for need in needs if need.what in ("learner's GPU", "learner rank")]
+
+                try:
+                    check_memory(own, here)
+                except ConfigError as error:
+                    result.note(f"{size}, {name}", {"unrun": str(error)})
+                    continue
+
+                _clear(device)
+                model = model or save_model(size, Path(folder), device)
+                result.note(f"{size}, {name}", _with_states(config, model, mesh, size, device) | _promised(own))
+
+
+def _with_states(config: Config, model: Path, mesh: DeviceMesh, size: str, device: str) -> dict[str, Any]:
+    """Of the third of three steps: the first one makes AdamW's moments, and locks pages."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)) if device == "cuda" else 1)
+    trainer = Trainer(config, model, last_step=1000, mesh=mesh, device=device)
+    found: dict[str, Any] = {}
+
+    for seed in range(3):
+        begin = time.perf_counter()
+        for minibatch in trainer.minibatches(_batch_part(size, device, seed)):
+            trainer.accumulate(minibatch)
+        _finished(device)
+
+        summed = time.perf_counter()
+        trainer.optimizer.step(seed)
+        _finished(device)
+        found = {"gradients_s": summed - begin, "optimizer_s": time.perf_counter() - summed}
+
+    torch.set_num_threads(threads)
+    if device == "cuda":
+        found["held_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return found
+
+
+def _promised(needs: list[Need]) -> dict[str, float]:
+    """GiB by the estimate: of the GPU without CUDA's own, and of the host."""
+    return {f"promised_{need.where}_gib": (need.each - need.parts.get("CUDA", 0)) / 2**30 for need in needs}
+
+
+def _finished(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def config_of(size: str, device: str, checkpointing: bool, overrides: Sequence[str] = ()) -> Config:
     """One rank, in bfloat16 on a GPU."""
     dtype = "bfloat16" if device == "cuda" else "float32"
     pack = 16384 if device == "cuda" else 256
@@ -97,6 +159,7 @@ def config_of(size: str, device: str, checkpointing: bool) -> Config:
             f"learner.activation_checkpointing={str(checkpointing).lower()}",
             f"rollout.groups_per_batch={_SAMPLES // _GROUP}",
             f"rollout.group_size={_GROUP}",
+            *overrides,
         ],
     )
 
@@ -183,8 +246,7 @@ def _measured(step: Step, size: str, device: str, *, fresh: bool) -> dict[str, A
 def _timed(step: Step, batch_part: BatchPart, device: str) -> float:
     begin = time.perf_counter()
     step(batch_part)
-    if device == "cuda":
-        torch.cuda.synchronize()
+    _finished(device)
     return time.perf_counter() - begin
 
 

@@ -16,16 +16,21 @@ SIZES: dict[str, dict[str, Any]] = {
     | {"head_dim": 128, "intermediate_size": 8960, "vocab_size": 151936},
     "4b": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
     | {"head_dim": 128, "intermediate_size": 9728, "vocab_size": 151936},
+    "8b": {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+    | {"head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936},
 }
-"""As Qwen3 has them, all with a head of their own in the files of an engine; the learner's is the embedding."""
+"""As Qwen3 has them."""
+_OWN_HEAD = ("8b",)
+"""The head of all others is the embedding in the learner, and one of its own in the files of an engine."""
 
 
 def shape_of(size: str) -> ModelShape:
-    return ModelShape.of(SIZES[size] | {"tie_word_embeddings": True})
+    return ModelShape.of(SIZES[size] | {"tie_word_embeddings": size not in _OWN_HEAD})
 
 
-def save_model(size: str, folder: Path, device: str, *, tied: bool = True) -> Path:
-    """A new random model in bfloat16, made where that is fast."""
+def save_model(size: str, folder: Path, device: str, *, tied: bool | None = None) -> Path:
+    """A new random model in bfloat16, made where that is fast; `tied` None: as the size has it."""
+    tied = size not in _OWN_HEAD if tied is None else tied
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -135,8 +135,11 @@ class LearnerConfig(Section):
     """Neighbouring ranks that compute each pack together, for long samples: each has a share of its tokens."""
     copies: int = Field(1, ge=1)
     """Copies of the model, each divided among `ranks / copies` neighbours: more memory, and less to send (HSDP)."""
-    reduce_dtype: Annotated[Literal["float32", "bfloat16"], Where("ranks>1")] = "float32"
+    reduce_dtype: Annotated[Literal["float32", "bfloat16"], Where("ranks>1, optimizer_states=host")] = "float32"
     """Dtype in which ranks add up their gradients, which are kept in float32; bfloat16 sends half as much."""
+    optimizer_states: Annotated[Literal["device", "host"], Where("GPUs")] = "device"
+    """Where float32 weights and AdamW's moments are; `host`: a GPU holds weights in `model.dtype`, and gradients in
+    `reduce_dtype`."""
 
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate of AdamW."""

@@ -60,7 +60,7 @@ class StepGuards:
         self._first_gaps: list[float] = []  # of the first steps that show one
         self._first_experts: Tensor | None = None  # (R, E) each one's share of the tokens, of the first batch
 
-        trainable = dict(trainer.policy.trainable())
+        trainable = dict(trainer.weights.trainable())
         self._parameters = list(trainable.values())
         self._matrices = _Matrices(lambda: trainable)
         self._still: Counter[str] = Counter()  # steps in a row, by matrix

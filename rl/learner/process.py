@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from rl.config.schema import Config
 from rl.learner import checkpoint
 from rl.learner.changes import is_wished, reachable, read_changes, set_at, settle, take_wish
 from rl.learner.credit import all_reduce, gathered
@@ -103,7 +104,7 @@ class Learner:
         self.config = run.config
         self._process = process
 
-        torch.set_num_threads(self.config.learner.threads)
+        torch.set_num_threads(_threads(self.config, run.learner_device))
         torch.manual_seed(self.config.seed)
         me = f"learner.{process.index}.{process.incarnation}"
         self.token_log = TokenLog(run.folder, me, run.config.tracking.samples)
@@ -192,7 +193,7 @@ class Learner:
         """For a replay: what the weights of version `n` are."""
         if self.config.tracking.replay == "off":
             return
-        tensors = tensor_digests(self.policy.trainable())
+        tensors = tensor_digests(self.trainer.weights.trainable())
         if self.digests is not None:
             self.digests.write(VersionDigests(client.timeline, n, tensors))
 
@@ -223,6 +224,12 @@ class Learner:
             export_adapter(self.policy, options, self.config, start, self.run.folder / "adapter")
         if self.background is not None:
             self.background.wait()
+
+
+def _threads(config: Config, device: str) -> int:
+    """An optimizer on the host has all cores of its rank while the GPU waits for it."""
+    waits = device == "cuda" and config.learner.optimizer_states == "host"
+    return max(config.learner.threads, len(os.sched_getaffinity(0)) if waits else 1)
 
 
 def join_ranks(process: Process) -> DeviceMesh | None:

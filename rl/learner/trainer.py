@@ -21,6 +21,7 @@ from rl.config.schema import Config, LearnerConfig
 from rl.learner import checkpoint
 from rl.learner.algorithm import make_algorithm
 from rl.learner.credit import Minibatch, all_reduce, assign, kept_rows, mask_rows
+from rl.learner.host_weights import HostWeights
 from rl.learner.routing import replay_gap
 from rl.learner.update import (
     Observer,
@@ -32,8 +33,10 @@ from rl.learner.update import (
     with_values,
 )
 from rl.models.adapter_files import adapter, peft_config
+from rl.models.loading import copied
+from rl.models.lora import is_adapter
 from rl.models.packing import make_packs, pad_packs, split_minibatches
-from rl.models.policy import Base, Critic, Policy
+from rl.models.policy import Base, Critic, PackedModel, Policy
 from rl.models.protocol import FrozenPolicy, Model, ModelOptions, whole
 from rl.models.team import Team
 from rl.wire.columns import forward_columns
@@ -89,11 +92,13 @@ class Optimizer:
         config: LearnerConfig,
         last_step: int,
         still_steps: int = 0,
+        host: HostWeights | None = None,
     ) -> None:
-        """trainable: parameters by name.
+        """trainable: parameters by name; `host` has them where they are not the model's own.
 
         still_steps: batches during which nothing moves yet, though AdamW's moments already follow the gradient.
         """
+        self._host = host
         self._config = config
         self._last_step = last_step
         self._still_steps = still_steps
@@ -111,6 +116,8 @@ class Optimizer:
 
         Raises FloatingPointError, with the parameters untouched, when the norm is not finite.
         """
+        if self._host is not None:
+            self._host.fetch_gradients()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
         grad_norm = float(whole(norm))
         if not math.isfinite(grad_norm):
@@ -124,6 +131,8 @@ class Optimizer:
             group["lr"] = rate
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
+        if self._host is not None:
+            self._host.give_back()
         return grad_norm, rate
 
 
@@ -152,6 +161,8 @@ class Trainer:
         self._folder = folder
         self._mesh = mesh
         self._device = device
+        self._last_step = last_step
+        self._on_host = config.learner.optimizer_states == "host"
         self._team = team
         self.counted = None if team is None else team.counted
         self._observe = observe if team is None or team.index == 0 else unobserved
@@ -163,13 +174,15 @@ class Trainer:
         self.policy = self._load(Policy, "start", self.lora, config.replays_routers)
         self._check_columns()
         still_steps = critic.pretrain_steps if critic else 0
-        self.optimizer = Optimizer(self.policy.trainable(), config.learner, last_step, still_steps)
+        self.weights, self.optimizer = self._held(self.policy, config.learner, still_steps)
 
         self.reference: FrozenPolicy | None = None
         if self.algorithm.reference == "start" and self.lora is not None:
             self.reference = Base(self.policy, keep=self.lora.start is not None)
         elif self.algorithm.reference is not None:
             reference = self._load(Policy, self.algorithm.reference).requires_grad_(False)
+            if self._on_host:
+                copied(reference, device, _DTYPES[config.model.dtype])
             self._check_vocabulary("algo.kl.reference", reference)
             self.reference = reference
 
@@ -178,7 +191,7 @@ class Trainer:
             self.critic = self._load(Critic, critic.path)
             self._check_vocabulary("algo.critic.path", self.critic)
             settings = config.learner.model_copy(update={"lr": critic.lr, "warmup_steps": critic.warmup_steps})
-            self.critic_optimizer = Optimizer(self.critic.trainable(), settings, last_step)
+            self._critic_weights, self.critic_optimizer = self._held(self.critic, settings)
 
         for model in (self.policy, self.reference, self.critic):
             if isinstance(model, nn.Module) and before_forward is not None:
@@ -250,8 +263,22 @@ class Trainer:
 
     def trained(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
         """What a checkpoint holds, by name."""
-        models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {"policy": (self.policy, self.optimizer.adamw)}
-        return models if self.critic is None else models | {"critic": (self.critic, self.critic_optimizer.adamw)}
+        models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {"policy": (self.weights, self.optimizer.adamw)}
+        if self.critic is not None:
+            models["critic"] = (self._critic_weights, self.critic_optimizer.adamw)
+        return models
+
+    def _held(
+        self, model: PackedModel, settings: LearnerConfig, still_steps: int = 0
+    ) -> tuple[PackedModel | HostWeights, Optimizer]:
+        """What has the weights of `model` that its optimizer moves, in float32, and the optimizer."""
+        host = None
+        if self._on_host:
+            adapters = any(is_adapter(name) for name, _ in model.trainable())  # whose sums are made in float32
+            dtype = None if adapters else _DTYPES[self.config.model.dtype]
+            host = HostWeights(model, self._device, dtype, _DTYPES[settings.reduce_dtype])
+        weights = model if host is None else host
+        return weights, Optimizer(weights.trainable(), settings, self._last_step, still_steps, host)
 
     def _load(self, kind: type[M], path: str, lora: LoraOptions | None = None, replay: bool = False) -> M:
         folder = self._folder if path == "start" else Path(path)
@@ -267,7 +294,7 @@ class Trainer:
             router_replay=replay,
             team=self._team,
         )
-        return kind.load(folder, self._mesh, self._device, options)
+        return kind.load(folder, self._mesh, "cpu" if self._on_host else self._device, options)
 
     def _check_columns(self) -> None:
         """A column that nothing reads would be routed through the whole run for nothing, and nobody would be told."""

@@ -63,6 +63,26 @@ def allocate(module: M, device: str | torch.device) -> M:
     return module
 
 
+def copied(module: M, device: str | torch.device, dtype: torch.dtype | None = None) -> M:
+    """Copies on `device` in the place of all parameters, in `dtype` or their own; buffers move there as they are.
+
+    Who holds what a parameter was before has it alone afterwards.
+    """
+
+    def each_copied(each: Tensor) -> Tensor:
+        if not isinstance(each, nn.Parameter):
+            return each.to(device)
+        made = torch.empty_like(each, device=device, dtype=dtype or each.dtype)
+        own, rows = (part.to_local() if isinstance(part, DTensor) else part for part in (made, each.detach()))
+        own.copy_(rows)
+        return made
+
+    whole: Any = module
+    with _swapped_in_place():
+        whole._apply(each_copied)
+    return module
+
+
 @torch.no_grad()
 def read_weights(model: Any, folder: str | Path, absent: Callable[[str], bool] = lambda name: False) -> None:
     """Fill the parameters and persistent buffers of `model`, a model of transformers or its decoder, from `folder`.

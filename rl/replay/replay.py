@@ -154,7 +154,7 @@ class Replay:
     def row(self, variant: str, n: int, values: dict[str, float], begin: float) -> Row:
         found = Row(variant, n, values)
         if variant == RECORDED:
-            digests = found.digests = tensor_digests(self.trainer.policy.trainable())
+            digests = found.digests = tensor_digests(self.trainer.weights.trainable())
             told = self._recorded.digests.get(n)
             found.differing = self._recorded.differing(n, values)
             others = {name for name, digest in digests.items() if told is not None and told.get(name) != digest}

@@ -31,7 +31,7 @@ class Watch:
     def at(self, trainer: Trainer) -> None:
         """This is the trainer."""
         self._algorithm = trainer.algorithm
-        named = list(trainer.policy.trainable())
+        named = list(trainer.weights.trainable())
 
         def first_gradient(*_: Any) -> None:
             if self._deep and not self.gradient:

@@ -29,7 +29,7 @@ def told(out: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.docs
 def test_the_fast_parts_on_a_cpu(tmp_path: Path) -> None:
-    parts = ["learner", "memory", "one_gpu"]
+    parts = ["learner", "memory", "states", "one_gpu"]
     assert kit.main([*parts, "--device", "cpu", "--minutes", "8", "--out", str(tmp_path)]) == 0
 
     case = told(tmp_path, "learner")
@@ -37,6 +37,9 @@ def test_the_fast_parts_on_a_cpu(tmp_path: Path) -> None:
         found = case[f"tiny {name}, activations again"]
         assert all(found[kind]["tokens_per_s"] > 0 and found[kind]["mfu"] > 0 for kind in kinds)
     assert case["machine"] and case["date"] and case["command"].endswith("learner --device cpu")
+    places = told(tmp_path, "states")
+    for name in ("device", "host", "host, added up in bfloat16"):
+        assert {"gradients_s", "optimizer_s", "promised_host_gib"} <= places[f"tiny, {name}"].keys()
     assert told(tmp_path, "memory")["unrun"] == "torch does not count the bytes of a CPU"
     assert told(tmp_path, "one_gpu")["unrun"] == "a CPU has no GPU to share"
     assert all((tmp_path / f"{name}.log").exists() for name in parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -17,7 +18,9 @@ from experiments.gateway.tokenizers import make_folder
 from launch import preflight, prepare
 from launch.cli import parse
 from launch.commands.evaluate import configure
-from launch.memory import estimate
+from launch.gpus import Gpu
+from launch.machine import Machine, gpu_bytes
+from launch.memory import Need, check_memory, estimate
 from launch.warm_start import imitation
 from rl.config.lora import LoraOptions
 from rl.config.schema import ConfigError, load_config
@@ -304,6 +307,45 @@ def test_adapters_take_of_a_rank_what_they_are_and_the_base_its_own_dtype() -> N
     assert parts("model.lora={}", "algo.kl.coef=0.1")["weights"] == lora["weights"]
     critic = ["algo.advantage=gae", "algo.critic.enabled=true"]
     assert parts("model.lora={}", *critic)["optimizer"] == lora["optimizer"] + whole["optimizer"]
+
+
+def test_with_states_on_the_host_a_gpu_holds_weights_and_gradients() -> None:
+    """Of 8B in bfloat16 six bytes a parameter, or four; the host has sixteen. So a rank and an engine share 80 GB."""
+    told = THIRTY_TWO_B | {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 36}
+    shape = ModelShape.of(told | {"intermediate_size": 12288})
+    assert shape.trained == pytest.approx(8.19e9, rel=0.01)
+    host, bfloat16 = "learner.optimizer_states=host", "learner.reduce_dtype=bfloat16"
+    machine = Machine([Gpu("0", gpu_bytes(80))])
+
+    def needs(*overrides: str) -> list[Need]:
+        settings = [f"model.path={EXPERIMENTS}", *overrides]
+        return estimate(load_config(EXPERIMENTS / "math_1gpu.yaml", settings), "cuda", shape, machine)
+
+    def parts(what: str, *overrides: str) -> dict[str, int]:
+        (found,) = [need.parts for need in needs(*overrides) if need.what == what]
+        return found
+
+    share = "learner's share of a GPU"
+    for overrides, gradient in (([host], 4), ([host, bfloat16], 2)):
+        held = parts(share, *overrides)
+        assert (held["weights"], held["gradients"]) == (2 * shape.trained, gradient * shape.trained)
+        assert "optimizer" not in held
+        rank = parts("learner rank", *overrides)
+        assert sum(size for part, size in rank.items() if part != "process") == 16 * shape.trained
+    assert "moments" not in parts("learner rank", bfloat16) and parts(share)["optimizer"] == 8 * shape.trained
+
+    for overrides in ([host], [host, bfloat16]):
+        check_memory(needs(*overrides), machine)
+    with pytest.raises(ConfigError, match=r"see learner.ranks, learner.optimizer_states and model.path"):
+        check_memory(needs(bfloat16), machine)
+    with pytest.raises(ConfigError, match=r"^learner.ranks: the run needs about 1[67]\d.* of memory"):
+        check_memory(needs(host), dataclasses.replace(machine, memory=128 << 30))
+
+    reference = ["algo.kl.coef=0.1", host]
+    assert parts(share, *reference)["weights"] == 4 * shape.trained
+    lora = ["model.lora={rank: 16}", host]
+    assert parts(share, *lora)["weights"] == 2 * shape.trained + 4 * shape.adapters(16)
+    assert parts("learner rank", *lora)["moments"] == 8 * shape.adapters(16)
 
 
 def test_a_version_of_adapters_alone_is_as_large_as_they_are() -> None:

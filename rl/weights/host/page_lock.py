@@ -1,4 +1,4 @@
-"""Slots that a GPU reads and writes by itself: their pages are locked, once for each slot and process.
+"""Memory that a GPU reads and writes by itself: its pages are locked, once for each slot or tensor and process.
 
 From memory that may be paged out the driver copies through a buffer of its own, on the CPU. That is a few GB/s, and
 generation stops for as long as an update of a large model takes. Locking may be refused, by a driver that cannot lock
@@ -44,7 +44,7 @@ class PageLock:
             self._locked[address] = any(self._lock(address, view.nbytes, flags) for flags in ways)
 
         if not any(self._locked.values()) and len(self._locked) == 1:
-            text = f"weight slots of {view.nbytes} bytes cannot be page-locked: copies to and from the GPU are slower"
+            text = f"memory of {view.nbytes} bytes cannot be page-locked: copies to and from the GPU are slower"
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:

@@ -76,6 +76,25 @@ def test_ranks_that_compute_together_and_save_in_the_background(
     assert "within 0.001 of the run: the largest difference is" in capsys.readouterr().out
 
 
+def test_states_on_the_host_are_replayed_there_or_on_the_device(tmp_path: Path) -> None:
+    """A run of two ranks that die is trained with them, and by either setting comes out to the last bit."""
+    host = ("learner.ranks=2", "learner.optimizer_states=host", "algo.kl.coef=0.1", "alarms.exact=100")
+    run = recording.begin(tmp_path, *host)
+    with Harness(run) as harness:
+        train(harness, 0, 4)
+        assert restart(harness) == 3
+        train(harness, 3, STEPS)
+        harness.finish()
+    without_sockets(run.folder)
+
+    assert all(row.identical and row.tensors == [] for row in rows_of(run.folder))
+    recorded = (run.folder / "run.json").read_text()
+    changed = recorded.replace('"optimizer_states": "host"', '"optimizer_states": "device"')
+    assert changed != recorded
+    (run.folder / "run.json").write_text(changed)
+    assert all(row.identical and row.tensors == [] for row in rows_of(run.folder))
+
+
 def test_another_number_of_ranks_stays_within_its_bound(
     deadly_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,8 +21,7 @@ from launch.launcher.members import AT_HEAD, Members
 from launch.machine import size_text
 from launch.plan import make_plan
 from rl.config.lora import served_adapter
-from rl.config.schema import Config, ConfigError
-from rl.weights.host.patches import MOST_CHANGED
+from rl.config.schema import MOST_CHANGED, Config, ConfigError
 from rl.weights.updater import at_once
 
 _UNITS = {"M": 1e6, "G": 1e9, "T": 1e12}
@@ -90,13 +89,17 @@ def _listed(count: int) -> list[Gpu]:
     return [Gpu(str(number), None) for number in range(count)]
 
 
-def show(stand: Mapping[str, int], machines: int, console: Console) -> None:
+def show(config: Config, stand: Mapping[str, int], machines: int, console: Console) -> None:
     """Which machine runs what."""
     table = Table("machine", "runs", title=f"{machines} machines", title_justify="left", box=None, pad_edge=False)
     for number, runs in _rows(stand, machines):
         table.add_row(number, runs)
     console.print(table)
-    console.print("beside them, at the head: broker and proxy", soft_wrap=True)
+    console.print(
+        f"at the head: broker and proxy; {config.weight_readers} ranks of engines read the weights, and any number of "
+        "machines may join later, which take over engines of these",
+        soft_wrap=True,
+    )
 
 
 def _rows(stand: Mapping[str, int], machines: int) -> Iterator[tuple[str, str]]:

@@ -254,7 +254,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if machines:
         split = _split(config, chosen.generators, chosen.ranks, chosen.alpha)
         stand = fleet.standing(split, machines, gpus // machines)
-        fleet.show(stand, machines, console)
+        fleet.show(split, stand, machines, console)
         if rate is not None:
             cables = fleet.Cables(split, stand, rate, measured.load_s)
             fleet.show_updates(cables, memory.version_bytes, chosen.result.step_s, console)

@@ -146,13 +146,13 @@ class ClusterLauncher:
         until = float("inf")
         while time.monotonic() < until and not (self._closing and not self._members.by_agent):
             receiver.wait(_TURN_S)
-            clear_event(self._wake_fd)
+            news = clear_event(self._wake_fd)
             receiver.drain()
 
             with self._lock:
                 for member in self._members.lost(boot_time()):
                     self._gone(member, f"its machine {member.number} is lost: no contact for its lease")
-                for member in self._members.by_agent.values():
+                for member in self._members.by_agent.values() if news or self._closing else ():
                     self._order(member, beat=None)
             if self._closing:
                 until = min(until, time.monotonic() + _ENDS_S)
@@ -239,6 +239,7 @@ class ClusterLauncher:
         for handle in self._handles.values():
             if handle.waits:
                 self._find_room(handle)
+        self._wake()
 
     def _find_room(self, handle: RemoteHandle) -> None:
         handle.waits = self._members.assign(handle.spec.name, len(handle.spec.gpus)) is None

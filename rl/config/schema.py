@@ -25,6 +25,7 @@ from rl.config.tree import nearest as nearest
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 MOST_NODES = 1024
+MOST_CHANGED = 0.2  # of the weights; what changed more is sent whole (weights.delta=auto)
 LEASE_MARGIN = 0.25
 """Of a lease: for an agent to notice that it is over, to kill what it began, and for clocks that drift."""
 
@@ -433,6 +434,12 @@ class Config(Section):
         """What `weights.transport` comes to."""
         named = self.weights.transport
         return named if named != "auto" else "tcp" if self.network.transport == "tcp" else "shm"
+
+    @property
+    def weight_readers(self) -> int:
+        """Ranks of engines, each of which reads the weights. Machines that join later begin no others: they take over
+        engines of these."""
+        return self.generator.count * self.generator.tensor_parallel
 
     @property
     def replays_routers(self) -> bool:

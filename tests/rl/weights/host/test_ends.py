@@ -38,7 +38,8 @@ TRANSPORTS = ["shm", "zmq", "zmq over tcp", "tcp"]
 
 def run_for(make_run: MakeRun, transport: str, *overrides: str, ranks: int = 1) -> RunFile:
     tcp = ["network.transport=tcp"] if transport.endswith("tcp") else []
-    return make_run(f"weights.transport={transport.split()[0]}", f"learner.ranks={ranks}", *tcp, *overrides)
+    planned = [f"learner.ranks={ranks}", "generator.count=2"]
+    return make_run(f"weights.transport={transport.split()[0]}", *planned, *tcp, *overrides)
 
 
 @pytest.fixture

@@ -234,6 +234,7 @@ def plan(arguments: argparse.Namespace) -> int:
     machine = machine_of(arguments)
     config, measured = _inputs(arguments)
     machines, rate = _machines(arguments, config)
+
     gpus = config.generator.count * config.generator.tensor_parallel + config.learner.ranks
     gpus = gpus if machine is None else len(machine.gpus)
     if gpus < 1 + config.generator.tensor_parallel:
@@ -251,6 +252,7 @@ def plan(arguments: argparse.Namespace) -> int:
     console = CleanConsole(file=sys.stdout, width=120)
     _show(found, chosen, config, console)
     memory.show(chosen, console)
+
     if machines:
         split = _split(config, chosen.generators, chosen.ranks, chosen.alpha)
         stand = fleet.standing(split, machines, gpus // machines)
@@ -258,6 +260,7 @@ def plan(arguments: argparse.Namespace) -> int:
         if rate is not None:
             cables = fleet.Cables(split, stand, rate, measured.load_s)
             fleet.show_updates(cables, memory.version_bytes, chosen.result.step_s, console)
+
     if measured.seconds_per_step:
         _show_fit(config, measured, console)
     else:

@@ -96,8 +96,8 @@ def show(config: Config, stand: Mapping[str, int], machines: int, console: Conso
         table.add_row(number, runs)
     console.print(table)
     console.print(
-        f"at the head: broker and proxy; {config.weight_readers} ranks of engines read the weights, and any number of "
-        "machines may join later, which take over engines of these",
+        f"at the head: broker and proxy; ranks of engines that read the weights: {config.weight_readers}; any number "
+        "of machines may join later, and take over engines of these",
         soft_wrap=True,
     )
 

@@ -142,7 +142,7 @@ def test_the_command_says_who_runs_what_and_whether_an_update_fits(
     assert re.search(r"^1 +\d × learner", told, re.M) and re.search(r"^2 .*\d × generator", told, re.M)
     assert re.search(r"^whole +15\.3 GiB ", told, re.M) and re.search(r"^what changed +130 MiB ", told, re.M)
     (engines,) = re.findall(r"generator\.count=(\d+)", told)
-    assert f"{engines} ranks of engines read the weights, and any number of machines may join" in told
+    assert f"ranks of engines that read the weights: {engines}; any number of machines may join" in told
     assert "1.16% of the weights" in told and "weights.delta=auto sends what changed" in told
     assert "of 400G" not in told and re.search(r"it (fits|does not fit) within a step of", told)
 

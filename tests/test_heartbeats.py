@@ -86,7 +86,7 @@ def test_a_heartbeat_costs_the_same_among_many_generators(kind: str, make_run: M
         made = {"updater": updater, "proxy": proxy, "supervisor": partial(supervisor, make_run=make_run)}
         beat = made[kind](generators)
         beat(1)  # what it does but once is done
-        return [lines_of(lambda index=index: beat(index)) for index in (0, 1, generators // 2, generators - 1)]
+        return [lines_of(partial(beat, index)) for index in (0, 1, generators // 2, generators - 1)]
 
     few, many = cost(FEW), cost(MANY)
     assert min(few) > 3

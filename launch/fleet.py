@@ -69,11 +69,12 @@ def standing(config: Config, machines: int, gpus_each: int) -> dict[str, int]:
     """
     members = Members(machines, 0.0, config.cluster.place)
     for number in range(1, machines + 1):
-        gpus = [f"{number}.{gpu}" for gpu in range(gpus_each)]
-        members.join(0.0, b"%d" % number, gpus, number).sees = True
+        own = [f"{number}.{gpu}" for gpu in range(gpus_each)]
+        members.join(0.0, b"%d" % number, own, number).sees = True
 
     found = {}
-    begun = sorted(make_plan(config, "cuda", _listed(machines * gpus_each), {}), key=lambda each: bool(each.imports))
+    gpus = [Gpu(str(number), None) for number in range(machines * gpus_each)]
+    begun = sorted(make_plan(config, device_of(config), gpus, {}), key=lambda each: bool(each.imports))
     for spec in (each for each in begun if each.role not in AT_HEAD):
         member = members.assign(f"{spec.name}.0", len(spec.gpus))
         if member is None:
@@ -85,8 +86,9 @@ def standing(config: Config, machines: int, gpus_each: int) -> dict[str, int]:
     return found
 
 
-def _listed(count: int) -> list[Gpu]:
-    return [Gpu(str(number), None) for number in range(count)]
+def device_of(config: Config) -> str:
+    """Where engines and ranks of a plan run: a recipe for CPUs says so."""
+    return "cpu" if config.device == "cpu" else "cuda"
 
 
 def show(config: Config, stand: Mapping[str, int], machines: int, console: Console) -> None:

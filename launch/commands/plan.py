@@ -137,7 +137,7 @@ class Memory:
     def version_bytes(self) -> int | None:
         """Of the weights as they are sent; None: they are not known here."""
         unknown = self._model is None and self._config.generator.engine == "vllm"
-        return None if unknown else version_bytes(self._config, self._model, "cuda")
+        return None if unknown else version_bytes(self._config, self._model, fleet.device_of(self._config))
 
     def show(self, chosen: Candidate, console: Console) -> None:
         if self._machine.gpu_memory is not None:

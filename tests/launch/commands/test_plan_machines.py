@@ -88,6 +88,16 @@ def test_processes_stand_where_the_recipe_says_and_ranks_together() -> None:
     assert not {"broker.0", "proxy.0"} & set(stand), "which stand at the head"
 
 
+def test_on_cpus_processes_spread_over_the_machines_of_their_role_as_they_start() -> None:
+    """Those with much to import start last, so an environment server takes the first machine."""
+    place = "cluster.place={learner: [1, 2], generator: [2, 3], env_server: [1, 3]}"
+    config = load_config("experiments/math_cpu.yaml", ["network.transport=tcp", "cluster.nodes=3", place])
+    config = config.model_copy(update={"learner": config.learner.model_copy(update={"ranks": 2})})
+    stand = standing(config, 3, 1)
+    assert (stand["env_server.0"], stand["learner.0"], stand["learner.1"]) == (1, 2, 1)
+    assert stand["generator.0"] == 3
+
+
 def test_an_engine_larger_than_a_machine_is_refused() -> None:
     config = config_of(2, "generator.count=1", "generator.tensor_parallel=8", "learner.ranks=4")
     with pytest.raises(ConfigError, match=r"none of them has 8 of its 6 GPUs left for generator\.0"):

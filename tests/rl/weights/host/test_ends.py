@@ -284,6 +284,25 @@ def test_a_silent_reader_of_the_zmq_transport_loses_its_lease(make_run: MakeRun)
     writer.close()
 
 
+def test_nobody_but_engines_takes_a_place_among_the_readers(make_run: MakeRun) -> None:
+    """An environment server, say, which has the key of the run and a name of its own."""
+    run = run_for(make_run, "zmq", "generator.count=1")
+    writer = sender_of(run)
+    writer.open()
+    publish(writer, 0)
+
+    stranger = wire.Connection(run, 0, "env_server.0")
+    with pytest.raises(WeightsError, match=r"asks in the name of reader 'env_server\.0'"):
+        stranger.ask(wire.AskLease("env_server.0", 0, Version(0, 0)), wire.Granted, 5)
+    stranger.close()
+
+    reader = receiver_of(run)
+    reader.open(60)
+    assert read(reader, 0)[0] == 0
+    reader.close()
+    writer.close()
+
+
 @pytest.mark.parametrize("transport", ["shm", "zmq", "tcp"])
 def test_torn_reads_are_noticed(opened: Open, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
     """The lease of a reader that reads on is ended for it, and its slot is overwritten."""

@@ -30,7 +30,7 @@ autodoc_member_order = "bysource"
 NAVIGATION = {
     "Begin": ["tutorial", "coming-from", "faq", "report", "results", "glossary"],
     "Train": ["configuration", "models", "losses", "advantages", "freshness"],
-    "Watch": ["gpu", "operations", "recovery", "replay", "silent-faults"],
+    "Watch": ["gpu", "operations", "kubernetes", "recovery", "replay", "silent-faults"],
     "Environments": ["environments", "agents", "alfworld", "maths", "swe"],
     "Extend": ["adding-a-loss", "adding-an-environment", "hooks", "adding-a-channel", "adding-a-launcher"],
     "Inside": ["architecture", "simulator", "/CONTRIBUTING", "/CHANGELOG", "/experiments/**"],

@@ -9,6 +9,7 @@
     fresco env check gymnasium env.options.id=Taxi-v4
     fresco run math_8gpu --dry-run --gpus 8x80 --host-memory 1T --cores 192
     fresco plan --run runs/math_8gpu --gpus 8
+    fresco plan --run runs/math_8gpu --gpus 32x80 --machines 4 --link 10G
     fresco show runs/math_cpu --failed --kind eval
     fresco top runs/math_cpu
     fresco trace runs/math_cpu --out trace.json
@@ -248,6 +249,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--run", type=Path, help="a finished run's folder: distributions are fitted to it")
     _add_machine(parser, "in all, also with the GB of each: 8, 8x80 (default: those of the recipe)")
+    parser.add_argument("--machines", metavar="N", help="that share the GPUs (default: cluster.nodes of the recipe)")
+    parser.add_argument("--link", metavar="RATE", help="bits a second of each machine's cable: 10G, 400M")
     parser.add_argument("--train-s", type=float, help="seconds of one training step with the recipe's ranks")
     parser.add_argument("--decode-s", metavar="BASE,MORE", help="seconds of a decode step, and of each other sequence")
     parser.add_argument("--answer", metavar="MEAN,SIGMA", help="tokens of one answer, log-normal")

@@ -118,7 +118,7 @@ def estimate(
     if config.supervised:
         return needs
     needs.append(Need("generator", "host", config.generator.count, engine_at_rest, "generator.count"))
-    weights = _served(config, model, device) if model else simulated_options(config.learner).weight_bytes
+    weights = version_bytes(config, model, device)
     slots = config.weights.slots * (2 if config.channel == "tcp" else 1)  # the learner's own, and the machine's
     return [*needs, Need("weight slot", "host", slots, {"weights": weights}, "weights.slots")]
 
@@ -195,6 +195,11 @@ def _samples(config: Config, model: ModelShape | None) -> Need:
     samples = int(groups) * (rollout.group_size + rollout.redundant_episodes)
     field = "rollout.alpha, rollout.groups_per_batch, rollout.group_size"
     return Need("sample", "host", samples, {"tokens": token * config.sampling.max_tokens}, field)
+
+
+def version_bytes(config: Config, model: ModelShape | None, device: str) -> int:
+    """The bytes of one version of the weights; of no model those that simulated learners hand out."""
+    return _served(config, model, device) if model else simulated_options(config.learner).weight_bytes
 
 
 def _served(config: Config, model: ModelShape, device: str) -> int:

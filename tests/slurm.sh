@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# slurm.sh FOLDER PACKAGES NUMBER COUNT: SLURM 22.05 on machine NUMBER of COUNT (tests/machines.py); the controller is on
+# slurm.sh FOLDER PACKAGES NUMBER COUNT: SLURM 22.05 on machine NUMBER of COUNT (experiments/machines.py); the controller is on
 # the first. Nothing is installed: PACKAGES holds the unpacked packages (slurmctld, slurmd, slurm-client, munge and what
 # they need), which lie over /usr and /etc in the machine's own mounts. FOLDER holds munge.key.
 set -euo pipefail

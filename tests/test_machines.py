@@ -15,9 +15,9 @@ from typing import IO, Any
 import numpy as np
 import pytest
 
+from experiments.machines import Machines, missing
 from rl.store.batch_files import read_batch_parts
 from rl.store.made_once import cache_folder
-from tests.machines import Machines, missing
 
 pytestmark = [pytest.mark.docs, pytest.mark.skipif(bool(missing()), reason=f"several machines on one box: {missing()}")]
 ROOT = Path(__file__).parent.parent

@@ -2,6 +2,7 @@
 
     fresco plan experiments/simulated.yaml --gpus 8          # what the recipe says of simulated engines
     fresco plan --run runs/math_8gpu --gpus 8x80              # what a finished run measured; splits that fit 80 GB
+    fresco plan --run runs/math_8gpu --gpus 32x80 --machines 4 --link 10G
 
 Training time scales with 1 / ranks, generation with the number of generators; both are what the plan varies.
 """
@@ -19,13 +20,14 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
+from launch import fleet
 from launch.dry_run import print_gpus
 from launch.machine import Machine, machine_of
-from launch.memory import Need, check_memory, estimate, shape_of
+from launch.memory import Need, check_memory, estimate, shape_of, version_bytes
 from launch.model_config import model_config
 from launch.prepare import check_family_of
 from launch.terminal import CleanConsole
-from rl.config.schema import Config, ConfigError, load_config
+from rl.config.schema import MOST_NODES, Config, ConfigError, load_config
 from rl.models.shape import ModelShape
 from rollout.simulate.clock import SimulationStopped
 from rollout.simulate.distributions import Gaussian, LogNormal
@@ -104,39 +106,56 @@ def candidates(
 class Memory:
     """What a split of a machine's GPUs needs of them; of a machine whose memory is not known, nothing."""
 
-    def __init__(self, config: Config, machine: Machine | None) -> None:
-        """Raises ConfigError for a model that cannot be trained."""
+    def __init__(self, config: Config, machine: Machine | None, machines: int = 0, gpus_each: int = 0) -> None:
+        """machines: how many share the GPUs, gpus_each for one; 0: there is one, and none has an agent.
+
+        Raises ConfigError for a model that cannot be trained.
+        """
         self._config = config
         self._machine = machine or Machine()
+        self._machines = machines, gpus_each
         self._unchecked: list[str] = []
         self._model: ModelShape | None = None
         self.refused: dict[str, str] = {}
         """Why, by split."""
 
-        known = self._machine.gpu_memory is not None and config.generator.engine == "vllm"
-        if known and (told := model_config(config, fetch=False, unchecked=self._unchecked)):
+        asked = (self._machine.gpu_memory is not None or machines) and config.generator.engine == "vllm"
+        if asked and (told := model_config(config, fetch=False, unchecked=self._unchecked)):
             check_family_of(config, told)
             self._model = shape_of(config, told)
 
     def fits(self, generators: int, ranks: int) -> bool:
         try:
             check_memory(self._needs(generators, ranks), self._machine)
+            if self._machines[0]:
+                fleet.standing(_split(self._config, generators, ranks), *self._machines)
         except ConfigError as error:
             self.refused[f"{generators} + {ranks}"] = str(error)
         return f"{generators} + {ranks}" not in self.refused
 
+    @property
+    def version_bytes(self) -> int | None:
+        """Of the weights as they are sent; None: they are not known here."""
+        unknown = self._model is None and self._config.generator.engine == "vllm"
+        return None if unknown else version_bytes(self._config, self._model, fleet.device_of(self._config))
+
     def show(self, chosen: Candidate, console: Console) -> None:
-        print_gpus(self._needs(chosen.generators, chosen.ranks), self._machine, console)
+        if self._machine.gpu_memory is not None:
+            print_gpus(self._needs(chosen.generators, chosen.ranks), self._machine, console)
         for split, reason in self.refused.items():
             console.print(f"left out, generators + ranks {split}: {reason}", markup=False, soft_wrap=True)
         for unknown in self._unchecked:
             console.print(f"not checked here: {unknown}", markup=False, soft_wrap=True)
 
     def _needs(self, generators: int, ranks: int) -> list[Need]:
-        generator = self._config.generator.model_copy(update={"count": generators})
-        learner = self._config.learner.model_copy(update={"ranks": ranks})
-        split = self._config.model_copy(update={"generator": generator, "learner": learner})
-        return estimate(split, "cuda", self._model, self._machine)
+        return estimate(_split(self._config, generators, ranks), "cuda", self._model, self._machine)
+
+
+def _split(config: Config, generators: int, ranks: int, alpha: float | None = None) -> Config:
+    generator = config.generator.model_copy(update={"count": generators})
+    learner = config.learner.model_copy(update={"ranks": ranks})
+    rollout = config.rollout.model_copy(update={} if alpha is None else {"alpha": alpha})
+    return config.model_copy(update={"generator": generator, "learner": learner, "rollout": rollout})
 
 
 def _splits(gpus: int, per_generator: int, most: int = 6) -> list[int]:
@@ -214,12 +233,16 @@ def plan(arguments: argparse.Namespace) -> int:
     """Print the table and the choice, write the plot. Raises ConfigError for what cannot be planned."""
     machine = machine_of(arguments)
     config, measured = _inputs(arguments)
+    machines, rate = _machines(arguments, config)
+
     gpus = config.generator.count * config.generator.tensor_parallel + config.learner.ranks
     gpus = gpus if machine is None else len(machine.gpus)
     if gpus < 1 + config.generator.tensor_parallel:
         raise ConfigError(f"--gpus={gpus} leaves no GPU for training beside one generator: give {gpus + 1} or more")
+    if gpus % max(1, machines):
+        raise ConfigError(f"--gpus={gpus}, in all: each of {machines} machines has the same number; give a multiple")
 
-    memory = Memory(config, machine)
+    memory = Memory(config, machine, machines, gpus // max(1, machines))
     found = candidates(config, measured, gpus, fits=memory.fits)
     if not found:
         told = next(iter(memory.refused.values()), "") or "see generator.max_model_len and timeouts"
@@ -229,6 +252,15 @@ def plan(arguments: argparse.Namespace) -> int:
     console = CleanConsole(file=sys.stdout, width=120)
     _show(found, chosen, config, console)
     memory.show(chosen, console)
+
+    if machines:
+        split = _split(config, chosen.generators, chosen.ranks, chosen.alpha)
+        stand = fleet.standing(split, machines, gpus // machines)
+        fleet.show(split, stand, machines, console)
+        if rate is not None:
+            cables = fleet.Cables(split, stand, rate, measured.load_s)
+            fleet.show_updates(cables, memory.version_bytes, chosen.result.step_s, console)
+
     if measured.seconds_per_step:
         _show_fit(config, measured, console)
     else:
@@ -253,6 +285,17 @@ def _show_fit(config: Config, measured: Measured, console: Console) -> None:
     )
     again = Simulation(scenario_of(config, measured)).run()
     console.print(f"the run took {measured.seconds_per_step:.3g} s a step; simulated as it was: {again.step_s:.3g} s")
+
+
+def _machines(arguments: argparse.Namespace, config: Config) -> tuple[int, float | None]:
+    """How many have an agent, and the bytes a second of a cable; None: it is not said. Raises ConfigError."""
+    told, link = arguments.machines, arguments.link
+    if told is not None and not (told.isdecimal() and 1 <= int(told) <= MOST_NODES):
+        raise ConfigError(f"--machines={told}: how many share the GPUs: 1 to {MOST_NODES}")
+    machines = config.cluster.count if told is None else int(told)
+    if link is not None and not machines:
+        raise ConfigError(f"--link={link} is the cable of each of several machines: name these as well, --machines 4")
+    return machines, None if link is None else fleet.bytes_a_second(link)
 
 
 def _inputs(arguments: argparse.Namespace) -> tuple[Config, Measured]:

@@ -19,7 +19,7 @@ import zmq
 
 from launch.launcher.engines import Agents, begin_agents
 from launch.launcher.local import Begin, LocalLauncher, begin_process
-from launch.launcher.members import Member, Members
+from launch.launcher.members import AT_HEAD, Member, Members
 from launch.launcher.node_messages import (
     CHUNK_BYTES,
     KEY_FILE,
@@ -50,7 +50,6 @@ from rl.wire.run import KEY_FILE as RUN_KEY
 from rl.wire.run import RunFile, key_pair, numeric
 from rl.wire.sockets import PeerGone, make_curve_key, send_frames_to
 
-_AT_HEAD = ("broker", "proxy")
 _TURN_S = 0.1
 _ENDS_S = 10.0  # for agents to end what they began
 _ANYWHERE = Node("a machine of the cluster", "0.0.0.0")
@@ -92,7 +91,7 @@ class ClusterLauncher:
 
     def place(self, role: str, index: int) -> Node:
         """Broker and proxy stand here; of all others it is decided when they start."""
-        return self._local.place(role, index) if role in _AT_HEAD else _ANYWHERE
+        return self._local.place(role, index) if role in AT_HEAD else _ANYWHERE
 
     def start(self, spec: Spec, node: Node) -> Handle:
         """A child of this process, or of an agent. Where no machine has room for it, it starts once one has."""
@@ -147,13 +146,13 @@ class ClusterLauncher:
         until = float("inf")
         while time.monotonic() < until and not (self._closing and not self._members.by_agent):
             receiver.wait(_TURN_S)
-            clear_event(self._wake_fd)
+            news = clear_event(self._wake_fd)
             receiver.drain()
 
             with self._lock:
                 for member in self._members.lost(boot_time()):
                     self._gone(member, f"its machine {member.number} is lost: no contact for its lease")
-                for member in self._members.by_agent.values():
+                for member in self._members.by_agent.values() if news or self._closing else ():
                     self._order(member, beat=None)
             if self._closing:
                 until = min(until, time.monotonic() + _ENDS_S)
@@ -240,6 +239,7 @@ class ClusterLauncher:
         for handle in self._handles.values():
             if handle.waits:
                 self._find_room(handle)
+        self._wake()
 
     def _find_room(self, handle: RemoteHandle) -> None:
         handle.waits = self._members.assign(handle.spec.name, len(handle.spec.gpus)) is None

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+AT_HEAD = ("broker", "proxy")
+"""Roles that stand on no machine of an agent."""
 KEEPS = "learner"
 """The role whose files are the run's own: checkpoints, versions, the model."""
 MOVES = ("generator", "env_server")

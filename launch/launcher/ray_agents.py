@@ -6,6 +6,7 @@ Ray says where there is room and starts them; whether they live is for the lease
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -17,6 +18,7 @@ from rl.wire.process import die_with_parent
 
 _ENDS_S = 10.0
 _ROOT = Path(__file__).parents[2]
+_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # in which Ray tells a job what it was submitted with
 _NOT_SENT = [".git", ".venv*", "build", "docs", "runs", "tests", "*.png"]
 
 
@@ -34,10 +36,9 @@ class RayAgents(Agents):
         self._groups = groups
         self._actors: list[Any] = []
         self._ends: list[Any] = []
-        code = {"working_dir": str(_ROOT), "excludes": _NOT_SENT}
 
         try:
-            ray.init(address="auto", runtime_env=code, log_to_driver=True)
+            ray.init(address="auto", runtime_env=_code(), log_to_driver=True)
         except ConnectionError as error:
             raise ConfigError(f"cluster.engine='ray': no Ray cluster runs here ({error}); ray start --head") from None
 
@@ -77,6 +78,14 @@ class RayAgents(Agents):
             self._ray.kill(actor)
         self._groups.remove_placement_group(self._group)
         self._ray.shutdown()
+
+
+def _code() -> dict[str, Any]:
+    """How the code comes to the nodes. After `ray job submit --working-dir` it is there: Ray takes no second folder."""
+    job = json.loads(os.environ.get(_JOB, "{}"))
+    if "working_dir" in (job.get("runtime_env") or {}):
+        return {}
+    return {"working_dir": str(_ROOT), "excludes": _NOT_SENT}
 
 
 class _Machine:

@@ -24,7 +24,8 @@ from rl.config.tree import nearest as nearest
 
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
-_MOST_NODES = 1024
+MOST_NODES = 1024
+MOST_CHANGED = 0.2  # of the weights; what changed more is sent whole (weights.delta=auto)
 LEASE_MARGIN = 0.25
 """Of a lease: for an agent to notice that it is over, to kill what it began, and for clocks that drift."""
 
@@ -309,8 +310,8 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _machines(self) -> ClusterConfig:
-        if isinstance(self.nodes, int) and not 0 <= self.nodes <= _MOST_NODES:
-            raise ValueError(f"nodes={self.nodes}: 0 to {_MOST_NODES} machines, or a list of host names")
+        if isinstance(self.nodes, int) and not 0 <= self.nodes <= MOST_NODES:
+            raise ValueError(f"nodes={self.nodes}: 0 to {MOST_NODES} machines, or a list of host names")
         if self.count and (self.engine == "ssh") != isinstance(self.nodes, list):
             raise ValueError(f"nodes={self.nodes}: host names, as nodes=[node1,node2], with engine=ssh, and only there")
         for role, numbers in self.place.items():
@@ -436,6 +437,12 @@ class Config(Section):
         """What `weights.transport` comes to."""
         named = self.weights.transport
         return named if named != "auto" else "tcp" if self.network.transport == "tcp" else "shm"
+
+    @property
+    def weight_readers(self) -> int:
+        """Ranks of engines, each of which reads the weights. Machines that join later begin no others: they take over
+        engines of these."""
+        return self.generator.count * self.generator.tensor_parallel
 
     @property
     def replays_routers(self) -> bool:

@@ -47,6 +47,11 @@ KEPT = 16  # published versions remembered
 ROLLING_SHARE = 16  # one generator in so many is updated at a time
 
 
+def at_once(generators: int, *, rolling: bool) -> int:
+    """How many of them are updated at the same time."""
+    return max(1, generators // ROLLING_SHARE) if rolling else generators
+
+
 @dataclass(frozen=True)
 class Expected:
     """What a generator that has loaded a version must report, as the learner says."""
@@ -214,7 +219,7 @@ class UpdaterCore:
 
     def __init__(self, *, generators: int, rolling: bool, tolerance: float, probe: bool) -> None:
         self._count = generators
-        self._at_once = max(1, generators // ROLLING_SHARE) if rolling else generators
+        self._at_once = at_once(generators, rolling=rolling)
         self._proof = LoadProof(tolerance, probe=probe)
         self._newest: WeightNotice | None = None
         self._generators: dict[int, _Generator] = {}

@@ -270,10 +270,12 @@ class Process:
         return messages.Heartbeat(*me, self.progress, self.busy, stats, waits, longest)
 
 
-def clear_event(event_fd: int) -> None:
-    """An eventfd that may have been set is set no more."""
-    with contextlib.suppress(BlockingIOError):
-        os.eventfd_read(event_fd)
+def clear_event(event_fd: int) -> bool:
+    """An eventfd that may have been set is set no more. Whether it was."""
+    try:
+        return os.eventfd_read(event_fd) > 0
+    except BlockingIOError:
+        return False
 
 
 def _drained(waiting: queue.SimpleQueue[M]) -> Iterator[M]:

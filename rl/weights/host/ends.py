@@ -70,9 +70,8 @@ def slot_geometry(run: RunFile, manifest: Manifest) -> Geometry:
     """Sizes of the slot table, the same in every process of the run."""
     # A rank writes one segment for each part of a tensor.
     config = run.config
-    readers = max(256, config.generator.count * config.generator.tensor_parallel)
     segments = len(manifest.tensors) + manifest.total_bytes // PART_BYTES + 64
-    return Geometry(config.weights.slots, config.learner.ranks, segments, readers)
+    return Geometry(config.weights.slots, config.learner.ranks, segments, config.weight_readers)
 
 
 class Slots(Protocol):

@@ -341,7 +341,7 @@ class _Server:
                 return wire.Slot(slot)
 
             case wire.AskLease(reader, incarnation):
-                if name != f"{reader}.{incarnation}".encode():
+                if name != f"{reader}.{incarnation}".encode() or not reader.startswith("generator-"):
                     raise WeightsError(f"{name!r} asks in the name of reader {reader!r}")
                 return slots.lease(peer, question)
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rl.config.schema import MOST_CHANGED
 from rl.weights.host.delta import Range, encode
 from rl.weights.host.layout import Manifest, Segments, combined_checksum
 
 KEPT = 8  # patches: a receiver may skip so many versions
-MOST_CHANGED = 0.2  # of the items; what has more is sent whole
 LONGEST = 0.5  # of the bytes that they stand for: all patches together; older ones are forgotten
 
 

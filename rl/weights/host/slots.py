@@ -47,7 +47,7 @@ class Geometry:
     slots: int
     ranks: int
     segments: int  # byte ranges that one rank may publish per version
-    readers: int = 256  # names that may be registered
+    readers: int  # names that may be registered
 
     @cached_property
     def slot_dtype(self) -> np.dtype[np.void]:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import zmq
@@ -180,6 +180,40 @@ def test_a_machine_that_leaves_is_let_go_when_nothing_runs_there(head: Head) -> 
     assert orders.kill == ["env_server.0.0"] and not orders.end
     assert agent.beat(leaving=True, env_server_0_0=-9).end
     assert handle.wait(PATIENCE_S) == -9 and "leaves" in handle.why  # type: ignore[attr-defined]
+
+
+class Counted(dict[str, Any]):
+    """How often anything in it was looked at."""
+
+    looks = 0
+
+    def __getitem__(self, name: str) -> Any:
+        self.looks += 1
+        return super().__getitem__(name)
+
+    def values(self) -> Any:
+        self.looks += len(self)
+        return super().values()
+
+
+def test_the_beat_of_one_machine_looks_at_no_process_of_another(head: Head) -> None:
+    agent = FakeAgent(head.launcher, head.key)
+    agent.join()
+    members = head.launcher._members
+    members._patience_s = 1000.0
+    for index in range(200):
+        head.start(f"generator.{index}.0")
+    assert len(agent.beat().start) == 200
+
+    other = FakeAgent(head.launcher, head.key, b"agent.2")
+    other.join()
+    assert len(members.by_agent[b"agent.1"].holds) == 200
+    counted = head.launcher._handles = Counted(head.launcher._handles)
+    for _ in range(20):
+        other.beat()
+    assert counted.looks == 0
+    agent.beat()
+    assert counted.looks >= 200, "it counts"
 
 
 def test_what_waits_for_a_machine_can_be_killed(head: Head) -> None:

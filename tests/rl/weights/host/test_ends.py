@@ -38,7 +38,8 @@ TRANSPORTS = ["shm", "zmq", "zmq over tcp", "tcp"]
 
 def run_for(make_run: MakeRun, transport: str, *overrides: str, ranks: int = 1) -> RunFile:
     tcp = ["network.transport=tcp"] if transport.endswith("tcp") else []
-    return make_run(f"weights.transport={transport.split()[0]}", f"learner.ranks={ranks}", *tcp, *overrides)
+    planned = [f"learner.ranks={ranks}", "generator.count=2"]
+    return make_run(f"weights.transport={transport.split()[0]}", *planned, *tcp, *overrides)
 
 
 @pytest.fixture
@@ -279,6 +280,25 @@ def test_a_silent_reader_of_the_zmq_transport_loses_its_lease(make_run: MakeRun)
     publish(writer, 2)
     assert time.monotonic() - begin > 0.5
     assert read(reader, 2)[0] == 2  # it was only slow
+    reader.close()
+    writer.close()
+
+
+def test_nobody_but_engines_takes_a_place_among_the_readers(make_run: MakeRun) -> None:
+    """An environment server, say, which has the key of the run and a name of its own."""
+    run = run_for(make_run, "zmq", "generator.count=1")
+    writer = sender_of(run)
+    writer.open()
+    publish(writer, 0)
+
+    stranger = wire.Connection(run, 0, "env_server.0")
+    with pytest.raises(WeightsError, match=r"asks in the name of reader 'env_server\.0'"):
+        stranger.ask(wire.AskLease("env_server.0", 0, Version(0, 0)), wire.Granted, 5)
+    stranger.close()
+
+    reader = receiver_of(run)
+    reader.open(60)
+    assert read(reader, 0)[0] == 0
     reader.close()
     writer.close()
 

@@ -191,7 +191,7 @@ def test_a_file_that_was_removed_is_made_again(
 ) -> None:
     """With what was published, for who comes anew; who had it open goes over to it."""
     monkeypatch.setattr(shm_file, "FOLDER", tmp_path)
-    run = make_run("learner.ranks=2")
+    run = make_run("learner.ranks=2", "generator.count=2")
     writers = [ShmSender(run, rank, ENTRIES) for rank in range(2)]
     for writer in writers:
         writer.open()

@@ -76,7 +76,9 @@ def cluster(make_run: MakeRun) -> Iterator[Make]:
     made: list[Cluster] = []
 
     def make(*overrides: str, ranks: int = 2) -> Cluster:
-        made.append(Cluster(make_run("network.transport=tcp", f"learner.ranks={ranks}", *overrides)))
+        made.append(
+            Cluster(make_run("network.transport=tcp", f"learner.ranks={ranks}", "generator.count=4", *overrides))
+        )
         return made[-1]
 
     yield make

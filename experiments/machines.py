@@ -64,7 +64,7 @@ class Machines:
         shared: Mapping[int, Sequence[Path]] | None = None,
         hidden: Mapping[int, Sequence[Path]] | None = None,
     ) -> None:
-        self._count = count
+        self.count = count
         self._rate = rate
         self._shared = shared or {}
         self._hidden = hidden or {}
@@ -75,7 +75,7 @@ class Machines:
     def __enter__(self) -> Machines:
         switch = f"{self._tag}s"
         sh(f"ip netns add {switch}; ip -n {switch} link add br0 type bridge; ip -n {switch} link set br0 up")
-        for number in range(1, self._count + 1):
+        for number in range(1, self.count + 1):
             self._plug(number, switch)
             self._boot(number)
         return self

@@ -1,0 +1,84 @@
+"""What `bench machines` makes of the rows of a run, and what it says where it cannot run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.bench import machines
+from experiments.bench.machines import Row, Run, cost_of
+from experiments.machines import missing
+
+ROOT = Path(__file__).parents[2]
+
+
+def rows(first: int, last: int, at: float, pace_s: float, unused: float = 0.0) -> list[Row]:
+    return [Row(step, at + pace_s * (step - first), unused) for step in range(first, last + 1)]
+
+
+def test_an_event_costs_the_time_beyond_the_pace_before_it() -> None:
+    before = rows(1, 30, at=100.0, pace_s=0.5)
+    stalled = rows(31, 60, at=before[-1].at + 0.5 + 7.0, pace_s=0.5, unused=90.0)
+    seconds, tokens = cost_of(before, before + stalled, begun=before[-1].at)
+    assert (seconds, tokens) == pytest.approx((7.0, 90.0))
+
+    calm = rows(31, 60, at=before[-1].at + 0.5, pace_s=0.5)
+    assert cost_of(before, before + calm, begun=before[-1].at) == pytest.approx((0.0, 0.0))
+
+
+def test_slow_steps_long_before_say_nothing_of_the_pace() -> None:
+    before = rows(1, 30, at=0.0, pace_s=9.0) + rows(31, 60, at=400.0, pace_s=0.5)
+    after = rows(61, 80, at=before[-1].at + 0.5, pace_s=0.5)
+    assert cost_of(before, before + after, begun=before[-1].at).seconds == pytest.approx(0.0)
+
+
+def test_a_step_that_was_taken_back_counts_when_it_was_first_trained(tmp_path: Path) -> None:
+    said = [(1, 10.0, 100, 1.0), (2, 11.0, 100, 0.8), (2, 19.0, 100, 0.5), (3, 20.0, 200, 0.8)]
+    names = ("step", "time", "tokens/trained", "broker/useful_share")
+    lines = [json.dumps(dict(zip(names, each, strict=True)) | {"train/loss": 0.0}) for each in said]
+    (tmp_path / "simulated").mkdir()
+    (tmp_path / "simulated" / "metrics.jsonl").write_text("\n".join([*lines, json.dumps({"step": 3, "time": 21.0})]))
+    run = Run.__new__(Run)
+    run._folder = tmp_path
+    found = run.rows()
+    assert [(row.step, row.at) for row in found] == [(1, 10.0), (2, 11.0), (3, 20.0)]
+    assert [row.unused for row in found] == pytest.approx([0.0, 50.0, 100.0])
+
+
+def test_what_cannot_be_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="--rounds=0 and --lease=6 are 1 or more"):
+        machines.main(["--rounds", "0"])
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(SystemExit, match=r"several machines on one box: (no|not root)"):
+        machines.main([])
+
+
+@pytest.mark.docs
+@pytest.mark.skipif(bool(missing()), reason=f"several machines on one box: {missing()}")
+def test_a_lost_machine_costs_its_lease_and_a_late_one_less(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.bench",
+        "machines",
+        "--rounds",
+        "1",
+        "--lease",
+        "4",
+        "--out",
+        str(out),
+    ]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+
+    found = {each["event"]: each["seconds"]["median"] for each in json.loads(out.read_text())["events"]}
+    lost = [seconds for event, seconds in found.items() if event.endswith(("cut off", "powered off"))]
+    joined = [seconds for event, seconds in found.items() if event.endswith(("again", "late"))]
+    assert len(lost) == 3 and len(joined) == 2
+    assert min(lost) > 3.0 > max(joined), "most of a lease is waited for before a machine is taken for lost"

@@ -81,7 +81,7 @@ def clean(text: str) -> str:
     text = "".join(_UNICODE.get(each, each) for each in text)
     text = _OLD_FONT.sub(r"\\math\1{\2}", text.replace("\x01", "?"))
 
-    for pattern in _WRAPPED:
+    for pattern in (*_WRAPPED, *_WRAPPED):  # one pair may stand around another
         found = pattern.fullmatch(text)
         text = found[1].strip() if found is not None else text
     text, unit = _amount(text)

@@ -21,6 +21,7 @@ from rl.wire.text import Mender
 
 KINDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 Values = Mapping[str, Any]
+_MARK = "\ufeff"
 
 
 class RowError(ValueError):
@@ -34,7 +35,7 @@ def files_of(source: str) -> list[Path]:
     """
     path = Path(source)
     if path.is_dir():
-        found = sorted(each for each in path.iterdir() if _kind(each))
+        found = sorted(each for each in path.iterdir() if _kind(each) and not each.name.startswith("."))
     elif path.exists():
         found = [path]
     elif glob.has_magic(source):
@@ -58,7 +59,7 @@ def read_file(path: Path, columns: Sequence[str] | None) -> Iterator[Values]:
     if kind == ".parquet":
         return _parquet(path, columns)
     reader = {".jsonl": _jsonl, ".json": _json, ".csv": _csv}[kind.removesuffix(".gz")]
-    return _mended(path, reader(path))
+    return mended(str(path), reader(path))
 
 
 def _kind(path: Path) -> str:
@@ -79,11 +80,11 @@ def _text(path: Path) -> str:
 def _jsonl(path: Path) -> Iterator[Values]:
     for number, line in enumerate(_text(path).split("\n"), start=1):
         if line.strip():
-            yield _object(f"{path}, line {number}", line)
+            yield _object(f"{path}, line {number}", line.removeprefix(_MARK))  # files were put one behind another
 
 
 def _json(path: Path) -> Iterator[Values]:
-    rows = _parsed(str(path), _text(path))
+    rows = parsed(str(path), _text(path))
     if not isinstance(rows, list):
         raise RowError(f"{path} is no list of objects; rows one a line belong into a .jsonl file")
     for number, row in enumerate(rows, start=1):
@@ -109,10 +110,12 @@ def _csv(path: Path) -> Iterator[Values]:
 
 
 def _object(where: str, text: str) -> Values:
-    return _mapping(where, _parsed(where, text))
+    return _mapping(where, parsed(where, text))
 
 
-def _parsed(where: str, text: str) -> Any:
+def parsed(where: str, text: str) -> Any:
+    """What a JSON text says. Raises RowError, also for a field that stands in an object twice."""
+
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
@@ -188,22 +191,22 @@ def _as_written(value: Any, kind: Any) -> Any:
     return float(str(np.float16(value))) if types.is_float16(kind) else value
 
 
-def _mended(path: Path, rows: Iterable[Values]) -> Iterator[Values]:
+def mended(source: str, rows: Iterable[Values]) -> Iterator[Values]:
     """The rows, with U+FFFD for each half of a surrogate pair, which no tokenizer takes; how many rows had one is said
     once."""
     mender = Mender()
-    mended: list[int] = []
+    halves: list[int] = []
     for number, row in enumerate(rows, start=1):
         before = mender.count
         try:
             whole = mender.value(row)
         except RecursionError:
-            raise RowError(f"{path}, row {number} is nested too deep") from None
+            raise RowError(f"{source}, row {number} is nested too deep") from None
         yield whole
 
         if mender.count > before:
-            mended.append(number)
+            halves.append(number)
 
-    if mended:
-        text = f"{len(mended)} rows hold half of a surrogate pair (first: row {mended[0]}), read as U+FFFD"
-        print(f"{path}: {text}", file=sys.stderr, flush=True)
+    if halves:
+        text = f"{len(halves)} rows hold half of a surrogate pair (first: row {halves[0]}), read as U+FFFD"
+        print(f"{source}: {text}", file=sys.stderr, flush=True)

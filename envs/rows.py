@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NoReturn, TypeVar
 
 from envs.row_files import RowError as RowError
-from envs.row_files import files_of, read_file
+from envs.row_files import files_of, mended, parsed, read_file
 from rl.config.plugins import is_file, load
+from rl.wire.text import Mender
 
 T = TypeVar("T")
 
@@ -61,11 +63,15 @@ class Row:
         return value
 
     def gold(self, name: str) -> Any:
-        """The value of the field that holds the right answer. Raises RowError if it is missing, null, NaN or empty."""
+        """The value of the field that holds the right answer. Raises RowError if it is missing, null, empty, NaN or
+        infinite."""
         value = self.get(name)
         if value is None and name not in self.values:
             self.miss(name)
-        if (isinstance(value, str) and not value.strip()) or value is None or value != value or value == []:
+        blank = (
+            not value.strip() if isinstance(value, str) else value is None or (isinstance(value, list) and not value)
+        )
+        if blank or (isinstance(value, Real) and not math.isfinite(value)):
             self.fail(name, f"{_short(value)} is no answer; give the row one, or leave the row out")
         return value
 
@@ -77,15 +83,18 @@ class Row:
 
     def _parsed(self, name: str, text: str) -> Any:
         try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:
-            self.fail(name, f"{_short(text)} is not JSON ({error})")
+            return Mender().value(parsed(f"{self.where}, field {name!r}", text))
+        except RecursionError:
+            self.fail(name, "is nested too deep")
 
     def _first(self, names: tuple[str, ...], default: Any) -> Any:
         for name in names:
             if (value := self.get(name)) is not None:
                 return value
         if default is None:
+            for name in names:
+                if name in self.values:
+                    self.fail(name, "is null")
             self.miss(*names)
         return default
 
@@ -113,7 +122,7 @@ def read_rows(
         return
 
     rows = _made(source) if _is_function(source) else _hub(source, subset, split)
-    for number, values in enumerate(rows, start=1):
+    for number, values in enumerate(mended(source, rows), start=1):
         yield Row(values, f"{source}, row {number}")
 
 
@@ -131,6 +140,8 @@ def _is_function(source: str) -> bool:
 def _made(source: str) -> Iterator[Mapping[str, Any]]:
     """Rows of a function without arguments."""
     rows = load("source", source, {})()
+    if not isinstance(rows, Iterable):
+        raise RowError(f"{source} gave a {type(rows).__name__}, not rows")
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
             raise RowError(f"{source}, row {number} is a {type(row).__name__}, not a mapping")

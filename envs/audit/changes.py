@@ -20,9 +20,12 @@ _FRACTION = re.compile(r"(-?)\\[dtc]?frac\{(-?\d+)\}\{(\d+)\}|(-?)(\d+)/(\d+)")
 _SCIENTIFIC = re.compile(r"(-?\d+(?:\.\d+)?) ?(\\times|\\cdot) ?10\^\{?(-?\d+)\}?")
 _ZERO = re.compile(r"(?<![\d.])0(?![\d.])")
 _GROUPS = re.compile(r"\d,\d{3}(?!\d)")
-_POWER = re.compile(r"([A-Za-z2-9])\^(?:\{(\d)\}|(\d))")
+_POWER = re.compile(r"([A-Za-z2-9]|(?<![\d.])10)\^(?:\{(-?\d{1,4})\}|(\d))")
 _UNIT = re.compile(r"(-?[\d.]+)(\\?[,;~ ]*\\(?:text|mathrm|mbox)\{[^{}]*\}(?:\^\{?\d\}?)?)")
 _CELL = re.compile(r"(?<![\w.{}/+^-])-?\d+(?= *(?:&|\\\\))")
+_CHOICE = re.compile(r"((?:\\(?:text|math)[a-z]*\{)?\(?)([A-E])([.)]{0,2}\}?)")
+_NAMED = re.compile(r"([A-Za-z]\w*(?:_\{\w+\})?(?:\([a-z]\))? ?= ?)([^=,<>]+)")
+_SIZED = re.compile(r"\\(?:left|right)(?![A-Za-z]) ?(?!\.)")
 _TURNED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "\\leq": "\\geq", "\\geq": "\\leq"}
 _RELATION = re.compile(r"\\[lg]eq?(?![A-Za-z])|[<>]")
 _BRACKETS = {"(": "[", "[": "(", ")": "]", "]": ")"}
@@ -125,7 +128,7 @@ def of_members(text: str, ordered: bool) -> Iterator[Variant]:
     """Of values between commas, in brackets or without; `ordered`: their order counts, as brackets do."""
     opening, inner, closing = enclosed(text)
     members = members_of(inner)
-    unclear = any(each in text for each in ("\\pm", "=", "brace", "\\in "))
+    unclear = any(each in text for each in ("\\pm", "=", "brace", "\\in ", "and", "or"))
     in_groups = ", " in text and _GROUPS.search(text) is not None  # of digits, which are joined by what is wide apart
     if len(members) < 2 or not all(members) or unclear or in_groups:
         return
@@ -167,6 +170,12 @@ def of_union(text: str) -> Iterator[Variant]:
     if len(parts) > 1:
         yield "a dropped part", False, "\\cup".join(parts[:-1])
         yield "another order", True, " \\cup ".join(parts[::-1])
+        others = "\\cup".join(parts[:-1])
+        ends = [each for each in members_of(parts[-1][1:-1]) if "infty" not in each]
+        if not any(end in others for end in ends):  # else another part may hold the end
+            yield from (
+                (what, equal, f"{others}\\cup{changed}") for what, equal, changed in of_interval(parts[-1]) if not equal
+            )
 
 
 def of_matrix(text: str) -> Iterator[Variant]:
@@ -228,8 +237,8 @@ def of_percentage(text: str) -> Iterator[Variant]:
 
 
 def of_text(text: str) -> Iterator[Variant]:
-    letter = re.fullmatch(r"(.*?)([A-E])(\)?\}?)", text)
-    if letter is not None and len(re.findall(r"[A-Za-z]", text.replace("\\text", ""))) == 1:
+    letter = _CHOICE.fullmatch(text)
+    if letter is not None:
         yield "another choice", False, f"{letter[1]}{'ABCDE'['EABCD'.index(letter[2])]}{letter[3]}"
     else:
         yield "its opposite", False, f"\\text{{not }}{text}"
@@ -259,15 +268,28 @@ def of_latex(text: str, kind: str, gold: str = "") -> list[Variant]:
     Where the answer's own notation is not understood here, wrong ones are made of the gold answer, which equals it.
     """
     text = text.strip()
-    made = list(_OF[kind](text)) if kind in _OF else []
-    if gold and kind in _OF and all(equal for _, equal, _ in made):
-        made += [variant for variant in _OF[kind](gold.strip()) if not variant[1]]
+    made = _made(text, kind)
+    if gold and all(equal for _, equal, _ in made):
+        made += [variant for variant in _made(gold.strip(), kind) if not variant[1]]
     if "$" not in text and not text.endswith("."):
         made += [("spacing", True, f" {text} "), ("spacing", True, f"${text}$")]
     found = {text: ("", True, text)}
     for variant in made:
         found.setdefault(variant[2], variant)
     return list(found.values())[1:]
+
+
+def _made(text: str, kind: str) -> list[Variant]:
+    """Of a text without what changes its looks only, or a name that stands before the value."""
+    if kind not in _OF:
+        return []
+    text = _SIZED.sub("", text)
+    if _CHOICE.fullmatch(text):  # as an expression, a letter is no other one either
+        return list(of_text(text))
+    named = _NAMED.fullmatch(text) if kind not in ("equation", "text") else None
+    if named is None:
+        return list(_OF[kind](text))
+    return [(what, equal, f"{named[1]}{changed}") for what, equal, changed in _OF[kind](named[2].strip())]
 
 
 def of_plain(text: str) -> list[Variant]:

@@ -22,7 +22,7 @@ from envs.audit.changes import of_plain, value_of
 from envs.dataset.judge import Judge, JudgeOptions
 from envs.dataset.requests import ScoreReply, ScoreRequest
 from envs.dataset.rewards import EXACT, JUDGE, load_reward, row_as_json
-from envs.rows import Row, read_rows
+from envs.rows import Row, RowError, read_rows
 from envs.sources import SourceOptions, split_tasks
 from envs.workers.pool import Pool
 from envs.workers.process import RequestLost, WorkerKind, WorkerNotStarted
@@ -235,7 +235,11 @@ def _task(row: Row, options: DatasetOptions) -> DatasetTask:
 
     gold = _gold(row, options)
     values = {**row.values, "answer": gold} if gold is not None else row.values
-    return DatasetTask(tuple(opening), row_as_json(values), None if gold is None else str(gold))
+    try:
+        written = row_as_json(values)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RowError(f"{row.where} cannot be written as JSON, which reward functions get: {error}") from None
+    return DatasetTask(tuple(opening), written, None if gold is None else str(gold))
 
 
 def _gold(row: Row, options: DatasetOptions) -> Any:
@@ -245,7 +249,7 @@ def _gold(row: Row, options: DatasetOptions) -> Any:
         return None
 
     gold = row.gold(name)
-    if EXACT in options.reward and not isinstance(gold, str | int | float | Decimal):
+    if EXACT in options.reward and (isinstance(gold, bool) or not isinstance(gold, str | int | float | Decimal)):
         row.fail(name, f"{EXACT!r} compares texts and numbers, and this is a {type(gold).__name__}; write a reward")
     return gold
 

@@ -7,7 +7,7 @@ import sys
 
 from envs.dataset.requests import ScoreReply, ScoreRequest
 from envs.dataset.rewards import load_reward, score
-from envs.workers.serving import begin_worker, serve
+from envs.workers.serving import begin_worker, serve, told
 
 
 def main(descriptor: int, names: list[str]) -> None:
@@ -25,7 +25,7 @@ def main(descriptor: int, names: list[str]) -> None:
                 values.append(score(function, request.response, row))
             except Exception as raised:
                 values.append(None)
-                error = error or f"{name} raised {type(raised).__name__}: {raised}"
+                error = error or f"{name} raised {told(raised)}"
         return ScoreReply(values, error)
 
     serve(replies, descriptor, ScoreRequest, answer)

@@ -31,11 +31,12 @@ _STACKED = re.compile(
     r"(?<![A-Za-z\]}^_])\{ ?([-+]?\d+) ?\\over ?([-+]?\d+) ?\}|^\{?([-+]?\d+)\}? ?\\over ?\{?(\d+)\}?$"
 )
 _SHORT_ROOT = re.compile(r"√(?:\((\d+)\)|(\d+))")
+_ARRAY = r"\\begin\{array\} ?\{[lcr ]*\}((?:(?!\\begin).)*?)\\end\{array\}"
 _SAME = (
     (re.compile(r",\s*\\!\s*(?=\d{3})|\{,\}(?=\d{3}(?!\d))"), "\x01"),  # between groups of digits
     (re.compile(r"\\!"), ""),
     (re.compile(r"(?<!\\)\\[,;:> ]|\\q?quad\b|\\enspace\b|\\thinspace\b|~|\s+"), " "),
-    (re.compile(r"\\(?:left|right|displaystyle|textstyle|limits|[bB]igg?[lrm]?)(?![A-Za-z])"), ""),
+    (re.compile(r"\\(?:left|middle|right|displaystyle|textstyle|limits|[bB]igg?[lrm]?)(?![A-Za-z])"), ""),
     (re.compile(r"\\root ?(?:\{ ?(\w+) ?\}|(\w)) ?\\of(?![A-Za-z])"), r"\\sqrt[\1\2]"),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\[dt]binom(?![A-Za-z])"), r"\\binom"),
@@ -51,16 +52,25 @@ _SAME = (
     (re.compile(r" ?\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])"), "°"),
     (re.compile(r"\\(?:mathrm|text) ?\{ ?([eid]) ?\}"), r"\1"),
     (re.compile(r"\\(?:math(?:bf|it|sf|rm|normal)|text(?:bf|it|rm)?|boldsymbol|bm|mbox) ?\{ ?([-+\d.,/]+) ?\}"), r"\1"),
-    (re.compile(r"\\(?:text|mbox|mathrm) ?\{ ?(?:and|or) ?\}|(?<=\d) (?:and|or) (?=[-\d])"), ", "),
+    (
+        re.compile(r"(?<!\\)\( ?" + _ARRAY + r" ?\)|(?<!\\)\[ ?" + _ARRAY + r" ?\]"),
+        r"\\begin{pmatrix}\1\2\\end{pmatrix}",
+    ),
     (re.compile(r" ?\\(?:text|mathrm|mbox) ?\{ ?(?:percent|per cent) ?\}|(?<=\d) percent$|\\%"), "%"),
     (re.compile(r"^ ?([-+]) ?\{ ?([\d.]+) ?\}$"), r"\1\2"),
 )
+_JOINT = re.compile(r",? ?\\(?:text|mbox|mathrm) ?\{ ?(and|or) ?\}|(?<=\d),? (and|or) (?=[-\d])")
+_RELATION = re.compile(r"[<>=]|\\(?:le|ge|ne)(?![A-Za-z])")
 _OLD_FONT = re.compile(r"\{\s*\\(rm|bf|it|sf|tt)(?![A-Za-z])([^{}]*)\}")
 _WRAPPED = tuple(map(re.compile, (r"\\\((.*)\\\)", r"\\\[(.*)\\\]", r"\$(.*)(?<!\\)\$", r"\{([^{}]*)\}")))
 _BOLD = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit) ?\{((?:[^{}]|\{[^{}]*\})*)\}")
 _THIN_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d ]*\d)")
-_SPACE = re.compile(r"(?<![A-Za-z0-9,]) |(?<!,) (?![A-Za-z0-9\\])|(?<=[A-Za-z]) (?=\d)|(?<=[\d}]) (?=[A-Za-z\\])")
+_SPACE = re.compile(
+    r"(?<![A-Za-z0-9,]) |(?<!,) (?![A-Za-z0-9\\])|(?<=[A-Za-z]) (?=\d)|(?<=[\d}]) (?=[A-Za-z])|(?<=[\w}]) (?=\\)"
+)
 """Spaces without meaning: not those between words, after a command, between two numbers, or after a comma."""
+_DOLLAR = re.compile(r"(?<=[\w.]) ?\\?\$ ?(?=[\w.])")
+"""A sign of dollars between two characters, which without it would be one number."""
 _MAY_GROUP = re.compile(r"\d, ?\d{3}(?!\d)")
 
 
@@ -71,13 +81,14 @@ def clean(text: str) -> str:
     text = "".join(_UNICODE.get(each, each) for each in text)
     text = _OLD_FONT.sub(r"\\math\1{\2}", text.replace("\x01", "?"))
 
-    for pattern in _WRAPPED:
+    for pattern in (*_WRAPPED, *_WRAPPED):  # one pair may stand around another
         found = pattern.fullmatch(text)
         text = found[1].strip() if found is not None else text
     text, unit = _amount(text)
-    text = text.replace("\\$", "").replace("$", "").strip()
+    text = _DOLLAR.sub(" ", text).replace("\\$", "").replace("$", "").strip()
     for pattern, usual in _SAME:
         text = pattern.sub(usual, text)
+    text = _listed(text)
 
     found = _BOLD.fullmatch(text.strip())
     text = found[1] if found is not None and re.search(r"\d", found[1]) else text
@@ -85,6 +96,12 @@ def clean(text: str) -> str:
     text = _SPACE.sub("", re.sub(" +", " ", text)).strip()
     text = _STACKED.sub(_fraction, _REPEATING.sub(_repeating, _DOTTED.sub(_overlined, text)))
     return (text if _MAY_GROUP.search(text) else text.replace(", ", ",")) + unit
+
+
+def _listed(text: str) -> str:
+    """With commas for the words `and` and `or`, but for an `or` between relations: that is another thing there."""
+    related = _RELATION.search(text) is not None
+    return _JOINT.sub(lambda found: "\\lor " if related and "or" in found.groups() else ", ", text)
 
 
 def _amount(text: str) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import Any
 
 from envs.math.answers import MAX_ANSWER_CHARS, last_box, typed
 from envs.math.problems import Problem
@@ -52,8 +53,8 @@ def gold_answer(text: str) -> str:
 
 
 def _problem(row: Row, question_field: str, answer_field: str, type_field: str = "") -> Problem:
-    question = _text(row, question_field)
-    text = _text(row, answer_field)
+    question = _text(row, question_field, row.get(question_field))
+    text = _text(row, answer_field, row.gold(answer_field))
     asked = row.text(type_field, default="") if type_field else ""
     try:
         answer = gold_answer(text)
@@ -67,9 +68,10 @@ def _problem(row: Row, question_field: str, answer_field: str, type_field: str =
     return Problem(question, answer, asked=asked)
 
 
-def _text(row: Row, field: str) -> str:
+def _text(row: Row, field: str, value: Any) -> str:
     """A text; answers also come as a number, or as a list of one."""
-    value = row.gold(field)
+    if value is None and field not in row.values:
+        row.miss(field)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, int | Decimal) or (isinstance(value, float) and math.isfinite(value)):

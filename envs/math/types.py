@@ -10,11 +10,16 @@ from envs.math.reading import Unreadable, read
 from envs.math.units import unit
 from envs.math.values import Kind, Listing, Value, literal
 
+OR = "\\lor"
 LISTINGS: tuple[Kind, ...] = get_args(Listing)
-_ASSIGNED = re.compile(r"([a-zA-Z](?:_\{?\w\}?)?(?: ?\([a-z](?:,[a-z])*\))?|\\[a-z]+) ?(?:=|\\in(?![A-Za-z])) ?(.+)")
+_ASSIGNED = re.compile(
+    r"([a-zA-Z](?:_\{?\w\}?)?(?:\^\{-1\}(?= ?\())?(?: ?\([a-z](?:,[a-z])*\))?|\\[a-z]+) ?(?:=|\\in(?![A-Za-z])) ?(.+)"
+)
 _RELATION = re.compile(r"\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|[<>=]")
 _TURNED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 _MATRIX = re.compile(r"\\begin\{([pb])matrix\}(.*)\\end\{\1matrix\}", re.DOTALL)
+_BUILT = re.compile(r"([A-Za-z]) ?(?:\\(?:mid|vert)(?![A-Za-z])|[|:]) ?(.+)")
+"""A set of all that fulfils a condition: `x|x>2`."""
 _SIGNS = re.compile(r"\\(pm|mp)(?![A-Za-z])")
 _JOINED = re.compile(r"\d+(?:[-+/:.]\d+)+")
 """Scores, dates, sums: numbers that would have to be worked out."""
@@ -44,7 +49,7 @@ def value_of(text: str, wanted: Kind | None = None, gold: bool = False) -> Value
 
 def assigned(text: str) -> tuple[str, str]:
     """`x=5`, `x\\in(1,3]` and `x=1, x=2` as (name, what it is); an empty name where there is none, or several."""
-    items = split(text, ",")
+    items = [item for way in split(text, OR) for item in split(way, ",")]
     found = [_ASSIGNED.fullmatch(each.strip()) for each in items]
     first = found[0]
     if first is None or any(each is not None and each[1] != first[1] for each in found):
@@ -53,7 +58,7 @@ def assigned(text: str) -> tuple[str, str]:
     values = [each[2] if each is not None else item for each, item in zip(found, items, strict=True)]
     if any(_RELATION.search(each) for each in values):
         return "", text
-    separator = ", " if ", " in text else ","
+    separator = ", " if ", " in text or OR in text else ","
     return first[1].replace("{", "").replace("}", "").replace(" ", ""), separator.join(values)
 
 
@@ -67,6 +72,7 @@ def choice(text: str) -> str:
 def plain(text: str) -> str:
     """Without text commands; a capital that begins a word, and is its only one, does not matter."""
     bare = re.sub(r"_\{(\w+)\}", r"_\1", _PLAIN.sub(r" \1 ", text)).replace(", ", ",")
+    bare = re.sub(r"\\sqrt ?(\w)", r"\\sqrt{\1}", bare)
     words = re.sub(r"(?<=\d)(?=[A-Za-z])", " ", bare).split()
     small = (each.lower() if re.fullmatch(r"[A-Z][a-z]{2,}|No", each) else each for each in words)
     return choice(text) or " ".join(small)
@@ -96,6 +102,9 @@ def _value(text: str, gold: bool = False) -> Value:
     matrix = _MATRIX.fullmatch(text)
     if matrix is not None:
         return _matrix(matrix[2])
+    ways = split(text, OR)
+    if len(ways) > 1:
+        return Value("list", tuple(map(_value, ways)), mark=OR)
     items = _alternatives(text)
     if len(items) > 1:
         return Value("list", tuple(map(_value, items)))
@@ -135,8 +144,13 @@ def _matrix(body: str) -> Value:
 def _enclosed(text: str) -> Value | None:
     """A set, a tuple or an interval that the whole text is."""
     if text.startswith("\\{") and text.endswith("\\}") and len(split(text[:-2], "\\}")) == 1:
-        members = _alternatives(text[2:-2])
-        return Value("set", tuple(map(_value, members))) if _balanced(text[2:-2]) else None
+        inner = text[2:-2]
+        if not _balanced(inner):
+            return None
+        built = _BUILT.fullmatch(inner)
+        if built is not None:
+            return Value("set", (_value(built[2]),), mark=f"{built[1]}|")
+        return Value("set", tuple(map(_value, _alternatives(inner))))
     if text.startswith("\\langle") and text.endswith("\\rangle"):
         inner = text[len("\\langle") : -len("\\rangle")]
         return Value("tuple", tuple(map(_value, split(inner, ","))), mark="<>")

@@ -9,7 +9,9 @@ from typing import BinaryIO
 
 from envs.workers.wire import CHUNK, Body, CurrentRequest, FrameReader, Result, WorkerReply, WorkerRequest, frame
 from rl.wire.process import die_with_parent
+from rl.wire.text import whole
 
+MOST_TOLD = 2000  # characters of what an exception says
 HELD = 8  # replies; of a long queue an eighth: less than its requests wait anyway
 
 
@@ -20,6 +22,15 @@ def begin_worker() -> BinaryIO:
     replies = os.fdopen(os.dup(1), "wb", CHUNK)
     os.dup2(2, 1)
     return replies
+
+
+def told(error: Exception) -> str:
+    """An exception as a text that a message can carry, whatever it says of itself."""
+    try:
+        said = whole(str(error))[:MOST_TOLD]
+    except Exception as failed:
+        said = f"(which raised {type(failed).__name__} when asked what it is)"
+    return f"{type(error).__name__}: {said}"
 
 
 def serve(
@@ -44,7 +55,7 @@ def serve(
         try:
             return WorkerReply(request.number, answer(request.session, request.body))
         except Exception as error:
-            return WorkerReply(request.number, error=f"{type(error).__name__}: {error}")
+            return WorkerReply(request.number, error=told(error))
 
     replies.write(frame(WorkerReply(0)))
     replies.flush()

@@ -177,6 +177,30 @@ def test_nothing_wrong_is_called_right_nor_right_wrong(kind: str, gold: str) -> 
         assert proven(gold, changed) == equal, (what, changed)
 
 
+@pytest.mark.parametrize(
+    ("gold", "wrong"),
+    [
+        ("B", "C"),
+        ("\\mathrm{B}", "\\mathrm{C}"),
+        ("x=5", "x=6"),
+        ("f(x)=2x", "f(x)=2x+1"),
+        ("\\left[0,2\\right)", "[0,2]"),
+        ("(-\\infty,2)\\cup(3,\\infty)", "(-\\infty,2)\\cup[3,\\infty)"),
+        ("2^{1009}", "2^{1010}"),
+        ("e^{-2}", "e^{-1}"),
+        ("10^{-3}", "10^{-2}"),
+    ],
+)
+def test_what_a_verifier_may_drop_is_tried_whatever_the_notation(gold: str, wrong: str) -> None:
+    made = of_latex(gold, typed(gold).value.kind)
+    assert wrong in [changed for _, equal, changed in made if not equal]
+
+
+def test_words_between_members_stay_in_their_place() -> None:
+    gold = "3, 4\\text{ and }5"
+    assert all(proven(gold, changed) for _, equal, changed in of_latex(gold, "list") if equal)
+
+
 def test_the_audit_keeps_within_its_share_and_is_told_once() -> None:
     _, auditor = audited(accepted, steps=5, cpu=1e-9)
     assert auditor.tally.answers <= 1 or auditor.tally.seconds <= SHARE * 1e-9

@@ -39,8 +39,33 @@ a to b || \text{a to b}
 ab || a\cdot b || b\cdot a || a b
 3ab || 3ba
 a+bi || bi+a || a+ib
+\{x|1<x<2\} || \{x\mid 1<x<2\} || \{ x \mid 1 < x < 2 \} || \left\{x \middle| 2>x>1\right\}
+\{x|1<x<2\} || \{x : 1<x<2\} || \{x\vert 1<x<2\}
+\{x\mid x\le-1\text{ or }x\ge2\} || \{x | x\geqslant 2\text{ or }x\leqslant -1\}
+\{x\mid x\text{ is even}\} || \{x | x \text{ is even}\}
+x<-1\text{ or }x>3 || x>3\text{ or }x<-1 || x \lt -1 \text{ or } 3<x || x<-1\lor x>3
+x>1\text{ and }y>2 || y>2, x>1
+x=1\text{ or }x=2 || 1,2 || x=2, x=1 || x=1\text{ and }x=2
+[k\pi,k\pi+1](k\in \mathbb{Z}) || [k\pi, k\pi + 1] (k \in \mathbb{Z})
+1:\sqrt{2} || 1 : \sqrt2
+3,4,5 || 3,4,\text{ and }5 || 3, 4, and 5 || 5,\text{ and }3,4
+\left(\begin{array}{cc}1 & 2 \\ 3 & 4\end{array}\right) || \begin{pmatrix}1&2\\3&4\end{pmatrix}
+\begin{pmatrix}1&2\\3&4\end{pmatrix} || \left[\begin{array}{rr}1&2\\3&4\end{array}\right]
+f^{-1}(x)=\frac{x-1}{2} || \frac{x-1}{2} || f^{-1}(x) = \frac12(x-1)
 """
 DIFFERENT = r"""
+\{x|1<x<2\} || \{x|1<x\} || \{x|1\le x<2\} || \{x|1>x>2\} || \{1<x<2\} || \{x\}
+\{x|x>1\text{ and }x<3\} || \{x|x>1\text{ or }x<3\}
+x>1\text{ and }x<3 || x>1\text{ or }x<3
+x<-1\text{ or }x>3 || x<-1\text{ and }x>3 || x<-1 || x<1\text{ or }x>3
+x=0\text{ or }y=0 || x=0\text{ and }y=0 || x=0
+56 || 5$6 || 5\$6 || 5 $ 6
+2 || x^{-1}=2 || f^{-1}(x)=f(2)
+\frac{x-1}{2} || f^{-1}(x)=\frac{x+1}{2}
+f^{-1}(x)=\frac{x-1}{2} || f(x)=\frac{x-1}{2}
+\begin{pmatrix}1&2\\3&4\end{pmatrix} || \left(\begin{array}{cc}1&3\\2&4\end{array}\right)
+\begin{pmatrix}1&2\\3&4\end{pmatrix} || \left(\begin{array}{c|c}1&2\\3&4\end{array}\right)
+1:\sqrt{2} || 1:2
 \frac13 || 0.3 || 0.33 || 0.\overline{33}4 || 0.\overline{3}5 || 1 0.\overline{3} || 0.0\overline{3}
 \frac13 || 3.\overline{3} || 0.\overline{34}
 0.3 || 0.\overline{3} || 0.(3)

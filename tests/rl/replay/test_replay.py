@@ -162,6 +162,11 @@ def test_a_run_without_batches_is_refused(run_folder: Path, tmp_path: Path) -> N
     folder = shutil.copytree(run_folder, tmp_path / "run", ignore=shutil.ignore_patterns("batches"))
     with pytest.raises(ConfigError, match=r"no batch in .*batches; run it with tracking.replay=full"):
         Recorded(folder)
+    told = json.loads((folder / "run.json").read_text())
+    told["config"]["learner"]["kind"] = "simulated"
+    (folder / "run.json").write_text(json.dumps(told))
+    with pytest.raises(ConfigError, match=r"learner\.kind=simulated computes nothing that could be replayed"):
+        Recorded(folder)
 
 
 def without(run_folder: Path, folder: Path, *patterns: str) -> Path:

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from algos.registry import Loss
-from algos.types import LossInputs
+from algos.types import LossInputs, LossResult
 
 RATIOS = torch.logspace(-6, 6, 25, dtype=torch.float64)
 ADVANTAGES = torch.tensor([-2.0, -0.5, 0.0, 0.5, 2.0], dtype=torch.float64)
 PROXIMAL_OFFSET = 0.05  # logp_proximal - logp_behavior
+_NOT_PER_TOKEN = "shape {}, not one value per token"
 _LOGPROBS = ("logp_current", "logp_behavior", "logp_proximal")
 
 
@@ -32,8 +33,35 @@ class Finding:
 
 
 def check_loss(loss: Loss) -> list[Finding]:
-    """One finding per check of `CHECKS`."""
-    return [Finding(name, run(loss)) for name, run in CHECKS.items()]
+    """One finding per check of `CHECKS`; a result that no check could read is the only one."""
+    useless = _useless(loss, loss(random_inputs()))
+    return [Finding("result", useless)] if useless else [Finding(name, run(loss)) for name, run in CHECKS.items()]
+
+
+def untrainable(loss: Loss, columns: Mapping[str, tuple[int, ...]]) -> str:
+    """Why a step with this loss would fail; empty: it would not. columns: as in `missing_inputs`."""
+    result = loss(_with_columns(random_inputs(), columns))
+    return _useless(loss, result) or _of_another_shape(result)
+
+
+def _useless(loss: Loss, result: object) -> str:
+    """Why there is nothing to train with in what it returned for `random_inputs`."""
+    if not isinstance(result, LossResult):
+        return f"it returns a {type(result).__name__}, not a LossResult"
+    shape = getattr(result.per_token, "shape", ())
+    if shape != random_inputs().mask.shape:
+        return f"per_token has {_NOT_PER_TOKEN.format(tuple(shape))}"
+    found = result.per_token.requires_grad or loss.entropy_gradient
+    return "" if found else "its values do not depend on logp_current: there is no gradient"
+
+
+def _of_another_shape(result: LossResult) -> str:
+    """The first metric that has not one value per token."""
+    for name, values in result.metrics.items():
+        shape = getattr(values, "shape", ())
+        if shape != result.per_token.shape:
+            return f"metric {name!r} has {_NOT_PER_TOKEN.format(tuple(shape))}"
+    return ""
 
 
 class AnyColumn(dict[str, Tensor]):
@@ -56,11 +84,7 @@ def missing_inputs(
 
     columns: shape of one entry of each column that there is; None: any is.
     """
-    inputs = random_inputs()
-    inputs = replace(inputs, logp_reference=inputs.logp_behavior)
-    if columns is not None:
-        zeros = {name: torch.zeros(len(inputs.mask), *shape) for name, shape in columns.items()}
-        inputs = replace(inputs, columns=zeros)
+    inputs = _with_columns(random_inputs(), columns)
     try:
         loss(inputs)
     except KeyError as error:
@@ -75,6 +99,14 @@ def missing_inputs(
     return ""
 
 
+def _with_columns(inputs: LossInputs, columns: Mapping[str, tuple[int, ...]] | None) -> LossInputs:
+    """With a reference, and zeros for these columns."""
+    inputs = replace(inputs, logp_reference=inputs.logp_behavior)
+    if columns is None:
+        return inputs
+    return replace(inputs, columns={name: torch.zeros(len(inputs.mask), *shape) for name, shape in columns.items()})
+
+
 def declared(loss: Loss) -> str:
     """It asks for the log-probabilities that it uses."""
     missing = missing_inputs(loss, proximal=loss.needs_proximal, reference=True)
@@ -86,9 +118,6 @@ def finite(loss: Loss) -> str:
     for dtype in (torch.float32, torch.float64):
         inputs = cast(grid(), dtype)
         result = loss(inputs)
-        if result.per_token.shape != inputs.logp_current.shape:
-            return f"per_token has shape {tuple(result.per_token.shape)}, not one value per token"
-
         bad = ~(result.per_token.isfinite() & gradient(result.per_token, inputs).isfinite())
         if bad.any():
             at = int(bad.nonzero()[0])
@@ -163,13 +192,9 @@ def no_signal(loss: Loss) -> str:
 
 def metrics(loss: Loss) -> str:
     """Metrics are (T,) tensors without a gradient."""
-    inputs = random_inputs()
-    for name, values in loss(inputs).metrics.items():
-        if values.shape != inputs.mask.shape:
-            return f"metric {name!r} has shape {tuple(values.shape)}, not one value per token"
-        if values.requires_grad:
-            return f"metric {name!r} carries a gradient: detach it"
-    return ""
+    result = loss(random_inputs())
+    carries = next((name for name, values in result.metrics.items() if getattr(values, "requires_grad", False)), None)
+    return _of_another_shape(result) or (f"metric {carries!r} carries a gradient: detach it" if carries else "")
 
 
 CHECKS: dict[str, Callable[[Loss], str]] = {

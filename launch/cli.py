@@ -283,6 +283,13 @@ def _range(text: str) -> tuple[float, float]:
     raise argparse.ArgumentTypeError(f"{text!r} is no number and no range such as 0.2..0.8, ..0.5, 0.5..")
 
 
+def _nats(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if float(text) >= 0:  # nor is NaN
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+
+
 def _whole(least: int, most: int = 10**9) -> Callable[[str], int]:
     def whole(text: str) -> int:
         with contextlib.suppress(ValueError):
@@ -312,7 +319,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     )
     _add_span(parser)
     exact = "compare each token with the weights that sampled it; name the first batch beyond NATS (alarms.exact)"
-    parser.add_argument("--exact", type=float, metavar="NATS", help=exact)
+    parser.add_argument("--exact", type=_nats, metavar="NATS", help=exact)
     parser.add_argument("--trail", type=Path, help="write digests of what each step computed to this JSON file")
     parser.set_defaults(call="launch.commands.replay:replay")
 

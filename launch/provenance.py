@@ -49,10 +49,11 @@ def write_provenance(folder: Path, recipe: Path, config: Config, run: RunFile | 
 
 
 def read_provenance(folder: Path, config: Config) -> Provenance:
-    """What the run's file says; of a run that has none (an evaluation, say), how it differs from the defaults."""
+    """What the run's file says; of a run without one that can be read (an evaluation, say), how it differs from the
+    defaults."""
     try:
         return msgspec.json.decode((folder / FILE).read_bytes(), type=Provenance)
-    except FileNotFoundError:
+    except (FileNotFoundError, msgspec.MsgspecError):
         return Provenance(differences=differences(Config(), config))
 
 

@@ -21,7 +21,7 @@ from launch.provenance import commit as this_commit
 from launch.provenance import differences, read_provenance
 from launch.terminal import say
 from rl.config.schema import ConfigError
-from rl.replay.parting import first_parting
+from rl.replay.parting import common_steps, first_parting
 from rl.replay.recorded import Recorded
 
 _ROOT = Path(__file__).parents[2]
@@ -39,13 +39,24 @@ def bisect(arguments: argparse.Namespace) -> int:
     if arguments.other is None:
         raise ConfigError("name a second run, or --good COMMIT --bad COMMIT")
 
+    if (arguments.first, arguments.last) != (None, None):
+        raise ConfigError("--from and --to are of --good and --bad; two runs are compared as far as both recorded")
+
     other = Recorded(arguments.other)
     begun = list(begun_with(one, other))
     for kind, name, left, right in begun:
         say(f"{kind}: {name}: {left} | {right}")
+    common = common_steps(one, other)
+    if not common:
+        spans = [f"{str(run.folder)!r} has steps {run.steps[0]} to {run.steps[-1]}" for run in (one, other)]
+        raise ConfigError(f"{', '.join(spans)}: there is nothing to compare (tracking.replay=full keeps all)")
 
     parting = first_parting(one, other)
-    print(f"first part at {parting}" if parting else "every version, batch and metric that both recorded is alike")
+    alike = f"every version, batch and metric that both recorded is alike, up to version {common[-1]}"
+    print(f"first part at {parting}" if parting else alike)
+    ends = {run.steps[-1] + 1: run.folder for run in (one, other)}
+    if parting is None and len(ends) > 1:
+        say(f"{ends[max(ends)]} goes on to version {max(ends)}")
     if parting is not None and arguments.replay:
         step = parting.step - (parting.kind == "version")
         if step < one.run.start_step:
@@ -53,6 +64,10 @@ def bisect(arguments: argparse.Namespace) -> int:
         else:
             _replay_both(one, other, step)
     return int(bool(begun) or parting is not None)
+
+
+def _span(run: Recorded) -> str:
+    return f"{run.steps[0]} to {run.steps[-1]}"
 
 
 def begun_with(one: Recorded, other: Recorded) -> Iterator[tuple[str, str, str, str]]:
@@ -157,5 +172,6 @@ def _git(*words: str) -> str:
     except OSError as error:
         raise ConfigError(f"git cannot be started: {error}") from None
     if ended.returncode:
-        raise ConfigError(f"git {' '.join(words)}: {ended.stderr.strip()}")
+        said = (ended.stderr.strip().splitlines() or ["nothing was said"])[0]
+        raise ConfigError(f"git {' '.join(words)}: {said}")
     return ended.stdout.strip()

@@ -45,9 +45,10 @@ def undo(arguments: argparse.Namespace) -> int:
     """Returns 0 once the old version is published again. Raises ConfigError."""
     run = _live(arguments.run)
     known = reachable(arguments.run)
-    if arguments.to not in known or run.config.supervised:
-        there = ", ".join(map(str, known)) or "none; set learner.checkpoint_every"
-        raise ConfigError(f"--to {arguments.to}: a run goes back to one of its two newest checkpoints: {there}")
+    if run.config.supervised:
+        raise ConfigError(f"{str(arguments.run)!r}: fine-tuning goes back by resume=CHECKPOINT only, after its end")
+    if arguments.to not in known:
+        raise ConfigError(f"--to {arguments.to}: {_within(arguments.run)}")
 
     made = _ask(arguments.run, run, Change(undo=arguments.to))
     begin = time.monotonic()
@@ -57,6 +58,11 @@ def undo(arguments: argparse.Namespace) -> int:
     seconds = time.monotonic() - begin
     print(f"version {made.undo} is the newest again, in timeline {made.timeline}, {seconds:.1f} s after the step's end")
     return 0
+
+
+def _within(folder: Path) -> str:
+    there = ", ".join(map(str, reachable(folder))) or "none; set learner.checkpoint_every"
+    return f"a run goes back to one of its two newest checkpoints: {there}"
 
 
 def _live(folder: Path) -> RunFile:
@@ -89,7 +95,7 @@ def _ask(folder: Path, run: RunFile, wish: Change) -> Change:
     try:
         while len(changes := read_changes(folder)) == known:
             if not path.exists() and len(read_changes(folder)) == known:
-                raise ConfigError("a newer checkpoint has come meanwhile, and this one is out of reach")
+                raise ConfigError(f"it was not taken: {wish.undo} is out of reach, {_within(folder)}")
             _wait(folder, run, begin, "learner.0 to end its step")
     finally:
         path.unlink(missing_ok=True)

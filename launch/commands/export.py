@@ -70,7 +70,9 @@ def export(arguments: argparse.Namespace) -> int:
 def _start(run: RunFile, meta: Meta) -> Path:
     """The model that the run began with. Raises ConfigError where it is gone, or another one by now."""
     folder = run.model_folder
-    if folder is None or not folder.exists():
+    if folder is None:
+        raise ConfigError(f"{str(run.folder)!r} has no model: learner.kind={run.config.learner.kind} trains none")
+    if not folder.exists():
         raise ConfigError(f"{str(folder)!r}, which the run began with, is not there any more; make it again there")
     if meta.lora is not None and digest_of({*weight_files(folder).values()}) != meta.lora["base"]:
         raise ConfigError(f"{str(folder)!r} has other weights than those that the adapters of this run belong to")

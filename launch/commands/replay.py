@@ -7,12 +7,14 @@ counterfactual on the run's own batches, and every row says how far it can be tr
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 
 import msgspec
 
 from launch.terminal import say
+from rl.config.plugins import own_place
 from rl.config.schema import Config, ConfigError
 from rl.observe.alarms import read_alarms
 from rl.replay.recorded import COMPUTES, Recorded
@@ -39,6 +41,8 @@ class Trust:
         """text: the least effective sample size and the largest KL, as `0.5,0.05`. Raises ConfigError."""
         try:
             self.ess, self.kl = (float(each) for each in text.split(","))
+            if math.isnan(self.ess + self.kl):
+                raise ValueError
         except ValueError:
             raise ConfigError(
                 f"--trust {text}: give a least effective sample size and a largest KL: 0.5,0.05"
@@ -54,13 +58,15 @@ class Trust:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """0, or 1 where an unchanged step comes out otherwise. Raises ConfigError."""
+    """0, or 1 where an unchanged step comes out otherwise, or nothing tells that it does not. Raises ConfigError."""
     recorded = Recorded(arguments.run)
     first, last = recorded.span(arguments.first, arguments.last)
     trust = Trust(arguments.trust)
     config = recorded.changed(arguments.overrides)
     exact = arguments.exact if arguments.exact is not None else recorded.config.alarms.exact
     fields = {item.partition("=")[0] for item in arguments.overrides}
+    if arguments.trail and (fields - COMPUTES or not arguments.trail.absolute().parent.is_dir()):
+        raise ConfigError(f"--trail {arguments.trail}: name a file in a folder that is there, and change no field")
     if fields - COMPUTES:
         request = Request(first, last, {"changed": config}, exact=exact is not None)
     else:
@@ -98,6 +104,8 @@ def read(recorded: Recorded, request: Request) -> Iterator[Row]:
     try:
         yield from replayed(recorded, request)
     except (CheckpointError, ValueError) as error:
+        if own_place(error):  # in a loss of the user's own
+            raise
         raise ConfigError(f"{str(recorded.folder)!r}: {error}") from None
 
 
@@ -117,17 +125,26 @@ def _same(row: Row) -> str:
     if row.variant != RECORDED:
         return row.variant
     if row.identical:
-        return "identical" if row.tensors is not None else "same metrics"
+        return "identical" if row.tensors is not None else "same metrics" if row.compared else "not recorded"
     return f"{len(row.differing)} metrics differ" if row.differing else f"{len(row.tensors or ())} tensors differ"
 
 
 def _verdict(recorded: Recorded, rows: list[Row], config: Config, overrides: list[str]) -> int:
     steps = [row for row in rows if row.values]
     parted = next((row for row in rows if not row.identical), None)
+    told = {row.n for row in rows if row.tensors is not None}
+    known = [row for row in steps if row.compared or row.n in told]
+    if not known:
+        print(
+            f"computed {len(steps)} steps, but the run has neither metrics nor digests to compare them with: it is not "
+            "known whether they are the run's",
+            file=sys.stderr,
+        )
+        return 1
     if parted is None:
-        told = {row.n for row in rows if row.tensors is not None}
         of = f"and the digests of {len(told)} versions" if told else "(no digests were recorded)"
-        print(f"identical: {len(steps)} steps, {len(steps[0].values) if steps else 0} metrics each {of}")
+        some = "steps" if len(known) == len(steps) else f"of {len(steps)} steps (the others were not recorded)"
+        print(f"identical: {len(known)} {some}, {min(row.compared for row in known)} metrics each {of}")
         return 0
 
     worst, name, at = largest(steps)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from algos.advantages import Estimator, make_estimator
 from algos.aggregation import Aggregation
-from algos.conformance import missing_inputs
+from algos.conformance import missing_inputs, untrainable
 from algos.correction import Correction
 from algos.registry import Loss, make_loss, registered
 from algos.regularisation import Regularisation
@@ -142,6 +142,8 @@ def _contradictions(config: Config, algorithm: Algorithm) -> Iterator[tuple[bool
     }
     fix = fixes.get(unknown, _LIST)
     yield bool(unknown), f"algo.loss={loss.spec.name!r} uses {unknown}, which nothing here computes: {fix}"
+    wrong = untrainable(loss, _shapes())
+    yield bool(wrong), f"algo.loss={loss.spec.name!r}: {wrong}; fresco check-loss tries it in seconds"
 
 
 def _of_teacher(config: Config, loss: Loss) -> Iterator[tuple[bool, str]]:

@@ -78,7 +78,10 @@ def take_wish(run_folder: Path, step: int, timeline: int) -> Change | None:
     path = run_folder / WISH
     try:
         wish = msgspec.json.decode(path.read_bytes(), type=Change)
-    except (FileNotFoundError, msgspec.MsgspecError):
+    except FileNotFoundError:
+        return None
+    except msgspec.MsgspecError:
+        path.unlink(missing_ok=True)  # nobody could ask for anything any more
         return None
     if wish.undo is not None and (wish.undo >= step or wish.undo not in reachable(run_folder)):
         path.unlink(missing_ok=True)  # a checkpoint has come meanwhile, and that one is out of reach

@@ -31,11 +31,16 @@ class Parting:
 
 def first_parting(a: Recorded, b: Recorded) -> Parting | None:
     """None: what both have is alike. Raises Damaged."""
-    for n in sorted({*a.steps, *a.digests} & {*b.steps, *b.digests}):
+    for n in common_steps(a, b):
         for found in (_versions(n, a, b), _batches(n, a, b), _metrics(n, a, b)):
             if (first := next(found, None)) is not None:
                 return first
     return None
+
+
+def common_steps(a: Recorded, b: Recorded) -> list[int]:
+    """The steps, and behind the last one its version, of which both have a batch or digests."""
+    return sorted({*a.steps, *a.digests} & {*b.steps, *b.digests})
 
 
 def _versions(n: int, a: Recorded, b: Recorded) -> Iterator[Parting]:

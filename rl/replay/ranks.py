@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rl.config.plugins import own_place, told
 from rl.wire.process import die_with_parent
 
 _WAIT = timedelta(minutes=30)
@@ -75,7 +76,8 @@ def _child(rank: int, ranks: int, device: str, main: Main, folder: Path, tell: C
         if rank == 0:
             tell.send(None)
     except Exception as error:
-        tell.send(error)
+        # Where it was raised stays behind, and so may a class of the user's own.
+        tell.send(ValueError(told(error)) if own_place(error) else error)
 
 
 def _join(rank: int, ranks: int, device: str, folder: Path) -> None:

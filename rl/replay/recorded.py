@@ -52,9 +52,10 @@ class Recorded:
         self.run = RunFile.load(folder)
         self.config = self.run.config
         kept = steps_kept(folder)
-        if self.config.learner.kind != "fsdp" or not kept:
-            why = f"learner.kind={self.config.learner.kind}" if kept else f"no batch in {folder / FOLDER}"
-            raise ConfigError(f"{str(folder)!r}: {why}; run it with tracking.replay=full")
+        if (kind := self.config.learner.kind) != "fsdp":
+            raise ConfigError(f"{str(folder)!r}: learner.kind={kind} computes nothing that could be replayed")
+        if not kept:
+            raise ConfigError(f"{str(folder)!r}: no batch in {folder / FOLDER}; run it with tracking.replay=full")
 
         self.steps = kept
         self._changes = read_changes(folder)

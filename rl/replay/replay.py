@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rl.config.schema import Config
 from rl.learner import checkpoint
+from rl.learner.algorithm import make_algorithm
 from rl.learner.changes import settle
 from rl.learner.credit import all_reduce
 from rl.learner.guards import ExactCheck
@@ -67,6 +68,8 @@ class Row:
     n: int
     """The version that it made."""
     values: dict[str, float] = field(default_factory=dict)
+    compared: int = 0
+    """How many metrics the run has recorded of this step."""
     differing: dict[str, tuple[float, float | None]] = field(default_factory=dict)
     """The metrics that differ from the run's own row, and what stands there."""
     tensors: list[str] | None = None
@@ -156,6 +159,7 @@ class Replay:
         if variant == RECORDED:
             digests = found.digests = tensor_digests(self.trainer.weights.trainable())
             told = self._recorded.digests.get(n)
+            found.compared = len(values.keys() & self._recorded.metrics.get(n, {}).keys())
             found.differing = self._recorded.differing(n, values)
             others = {name for name, digest in digests.items() if told is not None and told.get(name) != digest}
             found.tensors = None if told is None else [name for name in digests if name in others]
@@ -165,6 +169,8 @@ class Replay:
 
 def replayed(recorded: Recorded, request: Request) -> Iterator[Row]:
     """The rows of the run as it was, then those of each variant. Raises CheckpointError, ValueError, Damaged."""
+    for each in request.variants.values():
+        make_algorithm(each)  # a wrong name is told before anything is computed
     config = request.computed or next(iter(request.variants.values()), recorded.config)
     device = "cuda" if recorded.run.learner_device == "cuda" and torch.cuda.is_available() else "cpu"
     ranks = config.learner.ranks if device == "cpu" else min(config.learner.ranks, torch.cuda.device_count())
@@ -209,7 +215,10 @@ def _rows(recorded: Recorded, request: Request, ranks: int, device: str, rank: i
         for step in range(request.first, request.last):
             begin = time.process_time()
             part = other.part(step)
-            values = other.step(part, deep=step == request.first)
+            try:
+                values = other.step(part, deep=step == request.first)
+            except FloatingPointError as error:
+                raise ValueError(f"{name}: {error}; leave it out, or end before that step with --to") from None
 
             values |= nearness(other.watch.tokens, known[step], part)
             row = other.row(name, step + 1, values, begin)

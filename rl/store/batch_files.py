@@ -77,6 +77,6 @@ def _path(run_folder: Path, step: int, rank: int) -> Path:
 
 
 def _places(run_folder: Path) -> list[tuple[int, int]]:
-    """Step and rank of each file."""
-    names = [path.name.split(".") for path in (run_folder / FOLDER).glob("*.msgpack")]
-    return [(int(step), int(rank)) for step, rank, _ in names]
+    """Step and rank of each file; a copy under another name is none of ours."""
+    names = [path.name.split(".") for path in (run_folder / FOLDER).glob("*.*.msgpack")]
+    return [(int(name[0]), int(name[1])) for name in names if len(name) == 3 and (name[0] + name[1]).isdecimal()]

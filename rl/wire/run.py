@@ -59,7 +59,8 @@ class RunFile(BaseModel):
 
     @classmethod
     def load(cls, folder: str | Path) -> RunFile:
-        """Raises ConfigError where it is damaged, or a version with other fields wrote it."""
+        """Raises ConfigError where it is damaged, or a version with other fields wrote it. The model may be gone: who
+        needs it says so."""
         path = Path(folder) / "run.json"
         with reading(path, RESUME):
             tree = json.loads(path.read_text())
@@ -73,7 +74,8 @@ class RunFile(BaseModel):
             run = cls.model_validate(tree | {"config": config})
         run._names = Names.given()
         register_configured(run.config.algo.all_columns)
-        shape_by_model(run.model_folder, replay=run.config.replays_routers)
+        if run.model_folder is None or (run.model_folder / "config.json").exists():
+            shape_by_model(run.model_folder, replay=run.config.replays_routers)
         return run
 
     def save(self) -> None:

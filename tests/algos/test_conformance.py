@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
-from algos.conformance import CHECKS, check_loss
+from algos.conformance import CHECKS, check_loss, untrainable
 from algos.correction import Correction
 from algos.registry import Loss, LossSpec, NoOptions, make_loss, registered
 from algos.types import LossInputs, LossResult
@@ -97,3 +100,21 @@ def test_each_check_can_fail(check: str) -> None:
     spec = LossSpec("bad", lambda inputs, _: wrong(inputs), NoOptions)
     findings = {finding.check: finding.problem for finding in check_loss(Loss(spec, NoOptions()))}
     assert findings.keys() == CHECKS.keys() and findings[check]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        (lambda inputs: inputs.logp_current, "it returns a Tensor, not a LossResult"),
+        (lambda inputs: LossResult(inputs.logp_current.mean()), r"per_token has shape \(\), not one value per token"),
+        (lambda inputs: LossResult(inputs.logp_current[:1]), r"per_token has shape \(1,\), not one value per token"),
+        (lambda inputs: LossResult(inputs.masked(inputs.advantages)), "there is no gradient"),
+        (lambda inputs: LossResult(inputs.logp_current, {"mine": torch.ones(3)}), r"metric 'mine' has shape \(3,\)"),
+        (lambda inputs: LossResult(inputs.logp_current, {"mine": 1.0}), r"metric 'mine' has shape \(\)"),
+    ],
+)
+def test_a_result_that_nothing_can_be_trained_with(wrong: Callable[[LossInputs], Any], problem: str) -> None:
+    """It is told before a run, and by the command that tries a loss; neither ends in an error of torch."""
+    loss = Loss(LossSpec("bad", lambda inputs, _: wrong(inputs), NoOptions), NoOptions())
+    assert re.search(problem, untrainable(loss, {}))
+    assert any(re.search(problem, finding.problem) for finding in check_loss(loss))

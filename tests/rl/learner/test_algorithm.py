@@ -32,6 +32,15 @@ def test_logprobs_that_nobody_computes(loss: str, missing: str, fix: str, overri
     assert make_algorithm(load_config(None, [chosen, override])).loss.spec.name.endswith(loss)
 
 
+def without_gradient(inputs: LossInputs, options: NoOptions) -> LossResult:
+    return LossResult(inputs.masked(inputs.advantages))
+
+
+def test_a_loss_that_cannot_be_trained_is_refused_before_the_run() -> None:
+    with pytest.raises(ValueError, match=r"without_gradient': .* there is no gradient; fresco check-loss"):
+        make_algorithm(load_config(None, [f"algo.loss={__name__}:without_gradient"]))
+
+
 def test_the_proximal_policy_is_computed_for_those_that_need_it() -> None:
     def needs(*overrides: str) -> bool:
         return make_algorithm(load_config(None, list(overrides))).needs_proximal

@@ -141,3 +141,8 @@ def test_a_replay_sets_what_was_set(run: RunFile) -> None:
 
     own = list(replayed(recorded, Request(STEPS - 1, STEPS, {"own": recorded.changed(["learner.lr=0.2"])})))
     assert own[-1].values["train/lr"] == 0.2
+
+
+def test_a_wish_that_cannot_be_read_is_not_in_the_way_of_the_next(tmp_path: Path) -> None:
+    (tmp_path / WISH).write_text('{"undo": 1')
+    assert take_wish(tmp_path, 3, timeline=0) is None and not (tmp_path / WISH).exists()

@@ -19,6 +19,7 @@ from launch.provenance import Provenance, read_provenance
 from rl.replay.recorded import Recorded
 from rl.store.batch_files import read_batch_part, write_batch_part
 from rl.wire.messages import BatchPart
+from tests.rl.replay.recording import STEPS
 
 ROOT = Path(__file__).parents[3]
 Spoil = Callable[[Path], None]
@@ -125,7 +126,32 @@ def runs(run_folder: Path, tmp_path: Path) -> tuple[Path, Path]:
 
 def test_runs_that_are_alike(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bisect", *map(str, runs)]) == 0
-    assert capsys.readouterr().out == "every version, batch and metric that both recorded is alike\n"
+    alike = "every version, batch and metric that both recorded is alike, up to version"
+    assert capsys.readouterr().out == f"{alike} {STEPS}\n"
+
+    (runs[1] / "batches" / f"{STEPS - 1:06d}.0.msgpack").unlink()
+    lines = (runs[1] / "digests.jsonl").read_text().splitlines()
+    (runs[1] / "digests.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    assert main(["bisect", *map(str, runs)]) == 0
+    assert capsys.readouterr().out == f"{alike} {STEPS - 1}\n{runs[0]} goes on to version {STEPS}\n"
+
+
+def test_runs_without_a_step_in_common_are_not_alike(
+    runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in range(STEPS - 1):
+        (runs[0] / "batches" / f"{step:06d}.0.msgpack").unlink()
+    (runs[1] / "batches" / f"{STEPS - 1:06d}.0.msgpack").unlink()
+    (runs[1] / "digests.jsonl").unlink()
+    (runs[0] / "digests.jsonl").unlink()
+    assert main(["bisect", *map(str, runs)]) == 2
+    said = capsys.readouterr()
+    assert "alike" not in said.out and "there is nothing to compare" in said.err
+
+
+def test_a_damaged_provenance_is_none(runs: tuple[Path, Path]) -> None:
+    (runs[1] / "provenance.json").write_text('{"versions": {"torch"')
+    assert main(["bisect", *map(str, runs)]) == 1  # nothing is known of where it ran
 
 
 @pytest.mark.parametrize("name", SPOILT)
@@ -161,13 +187,19 @@ def test_a_provenance_of_an_earlier_version_is_read(run_folder: Path, tmp_path: 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [([], "name a second run"), (["--good", "HEAD"], "two commits"), (["--good", "a", "--bad", "b"], "git rev-list")],
+    [
+        ([], "name a second run"),
+        (["--good", "HEAD"], "two commits"),
+        (["--good", "a", "--bad", "b"], "git rev-list"),
+        (["other", "--from", "2"], "--from and --to are of --good and --bad"),
+    ],
 )
 def test_what_cannot_be_compared_is_said(
     run_folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     assert main(["bisect", str(run_folder), *arguments]) == 2
-    assert said in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
 
 
 @pytest.mark.docs

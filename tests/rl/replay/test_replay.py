@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from algos.registry import NoOptions
+from algos.types import LossInputs, LossResult
 from launch.cli import main
 from rl.config.schema import ConfigError
 from rl.replay.recorded import Recorded, dealt
@@ -156,6 +159,9 @@ def test_the_same_under_another_name_stays_at_the_run(run_folder: Path) -> None:
         (["algo.losss=grpo"], "did you mean 'loss'"),
         (["--from", "2", "--to", "9"], "needs that of step 6; it has the batches of steps 0 to 5"),
         (["--trust", "much"], "--trust much: give"),
+        (["--trust", "nan,nan"], "--trust nan,nan: give"),
+        (["--trail", "/nowhere/trail.json"], "--trail /nowhere/trail.json: name a file in a folder that is there"),
+        (["--trail", "trail.json", "learner.lr=0.1"], "change no field"),
     ],
 )
 def test_what_cannot_be_is_said(
@@ -165,7 +171,93 @@ def test_what_cannot_be_is_said(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("nats", ["nan", "-1", "much"])
+def test_a_limit_that_is_none_is_refused(run_folder: Path, nats: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["replay", str(run_folder), "--exact", nats])
+
+
 def test_a_run_without_batches_is_refused(run_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(run_folder, tmp_path / "run", ignore=shutil.ignore_patterns("batches"))
     with pytest.raises(ConfigError, match=r"no batch in .*batches; run it with tracking.replay=full"):
         Recorded(folder)
+    told = json.loads((folder / "run.json").read_text())
+    told["config"]["learner"]["kind"] = "simulated"
+    (folder / "run.json").write_text(json.dumps(told))
+    with pytest.raises(ConfigError, match=r"learner\.kind=simulated computes nothing that could be replayed"):
+        Recorded(folder)
+
+
+def without(run_folder: Path, folder: Path, *patterns: str) -> Path:
+    return shutil.copytree(run_folder, folder, ignore=shutil.ignore_patterns(*patterns))
+
+
+def test_what_was_not_recorded_is_not_called_identical(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only what the run's folder tells can be compared, and so much is said."""
+    bare = without(run_folder, tmp_path / "bare", "metrics.jsonl", "digests.jsonl")
+    assert main(["replay", str(bare)]) == 1
+    said = capsys.readouterr()
+    assert "identical" not in said.out and "neither metrics nor digests" in said.err
+
+    half = without(run_folder, tmp_path / "half", "digests.jsonl")
+    lines = (half / "metrics.jsonl").read_text().splitlines()
+    (half / "metrics.jsonl").write_text("\n".join(lines[:2]) + "\n")
+    assert main(["replay", str(half)]) == 0
+    assert f"identical: 2 of {STEPS} steps" in capsys.readouterr().out
+
+    weights = without(run_folder, tmp_path / "weights", "metrics.jsonl")
+    assert main(["replay", str(weights)]) == 0
+    assert f"identical: {STEPS} steps, 0 metrics each" in capsys.readouterr().out
+
+
+def test_a_copy_of_a_batch_under_another_name_is_no_batch(run_folder: Path, tmp_path: Path) -> None:
+    folder = without(run_folder, tmp_path / "run")
+    for name in ("000001.0 (copy).msgpack", "._000001.0.msgpack", "000001.msgpack", "best.0.msgpack"):
+        (folder / "batches" / name).write_bytes(b"")
+    assert Recorded(folder).steps == [*range(STEPS)]
+
+
+def test_a_run_whose_model_is_gone_says_so(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What does not need the model works: runs are copied to other machines, and caches are emptied."""
+    folder = without(run_folder, tmp_path / "run")
+    told = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(told | {"model_folder": str(tmp_path / "gone")}))
+    assert main(["replay", str(folder)]) == 2
+    assert "gone, which the run began with, is not there any more" in capsys.readouterr().err
+    for words in (["report", str(folder)], ["top", str(folder), "--once"], ["bisect", str(folder), str(run_folder)]):
+        assert main(words) == 0, words
+
+
+def of_no_number(inputs: LossInputs, options: NoOptions) -> LossResult:
+    return LossResult(inputs.masked(inputs.logp_current * inputs.advantages * math.nan))
+
+
+def failing(inputs: LossInputs, options: NoOptions) -> LossResult:
+    if inputs.logp_current.dtype.itemsize == 4:  # with a batch, not where it is tried
+        raise ValueError("my own mistake")
+    return LossResult(inputs.masked(inputs.logp_current * inputs.advantages))
+
+
+@pytest.mark.parametrize(
+    ("loss", "code", "said"),
+    [
+        ("toper", 2, "did you mean 'topr'"),
+        (f"{__name__}:of_no_number", 2, ":of_no_number: the gradient norm of step 0 is nan; leave it out"),
+        (f"{__name__}:failing", 1, "ValueError: my own mistake (/"),
+    ],
+)
+def test_a_loss_that_fails_is_one_line(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], loss: str, code: int, said: str
+) -> None:
+    assert main(["lab", str(run_folder), "--losses", loss, "--to", "1"]) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_a_wrong_name_is_told_before_anything_is_computed(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(run_folder), "algo.advantage=nowhere:mine"]) == 2
+    assert "identical" not in capsys.readouterr().out

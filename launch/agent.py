@@ -28,8 +28,10 @@ from launch.launcher.members import Lease
 from launch.launcher.node_messages import (
     TAIL_BYTES,
     Ask,
+    Back,
     Beat,
     File,
+    FromAgent,
     FromHead,
     Hello,
     Orders,
@@ -37,6 +39,7 @@ from launch.launcher.node_messages import (
     Refused,
     Start,
     Welcome,
+    Who,
     agent_socket,
     boot_time,
     code_hash,
@@ -59,6 +62,7 @@ _TURN_S = 0.25
 _ASK_S = 2.0  # after which a part of a file is asked for again
 _WEIGHTS = ".safetensors"  # which a teacher needs; a learner stands where the head's are seen
 _SCORES = "teacher"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ENDS_S = 2.0  # for the kernel to end a killed process
 _ARRIVES_MS = 2000  # for the last words to leave
 LEASE = struct.Struct("d")
@@ -87,6 +91,8 @@ class Agent:
 
         self._hellos: list[float] = []
         self._lease: Lease | None = None
+        self._names = b""  # the key of the run's names
+        self._number = 0  # of this machine
         self._files: Files
         self._run: RunFile
         self._launcher: LocalLauncher
@@ -94,6 +100,7 @@ class Agent:
         self._is_shared = False
         self._waiting: dict[str, Start] = {}  # for files
         self._handles: dict[str, LocalHandle] = {}
+        self._taken: dict[str, list[str]] = {}  # the GPUs of each process
         self._states: dict[str, int | None] = {}
         self._held: dict[str, int] = {}  # bytes of each log that the head has
         self._told: dict[str, int | None] = {}
@@ -155,7 +162,7 @@ class Agent:
     def _log(self, name: str) -> Path:
         return self._run.folder / "logs" / f"{name}.log"
 
-    def _send(self, message: Hello | Beat | Ask) -> None:
+    def _send(self, message: FromAgent) -> None:
         send_frames(self._socket, codec.encode(message))
 
     # ------------------------------------------------------------ heard
@@ -168,10 +175,19 @@ class Agent:
                 self._join(message)
             case Orders() if self._lease is not None:
                 self._obey(message, self._lease)
+            case Who() if self._lease is not None:
+                self._send(self._back(self._lease))
             case Part() if self._lease is not None:
                 self._files.take(message)
                 if (ask := self._files.ask(boot_time())) is not None:
                     self._send(ask)
+
+    def _back(self, lease: Lease) -> Back:
+        """What a head that has just begun must know. Its lease goes on once that is answered."""
+        alive = [name for name, code in self._states.items() if code is None]
+        holds = {name: self._taken[name] for name in alive}
+        who = self._run.run_id, self._number, self._gpus, self._is_shared, self._names
+        return Back(lease.beat(boot_time()), *who, holds, self._held)
 
     def _hear_keeper(self) -> None:
         if not self._leaving and select.select([0], [], [], 0)[0]:
@@ -204,6 +220,8 @@ class Agent:
 
         (self._folder / "run.json").write_text(self._run.model_dump_json())
 
+        self._names = welcome.names
+        self._number = welcome.machine
         self._run.addresses.host = self._own_address()
         self._launcher = LocalLauncher(self._run)
         self._lease = Lease(welcome.lease_s, self._hellos[welcome.number])
@@ -228,6 +246,7 @@ class Agent:
         for start in orders.start:
             if start.name not in self._states:
                 self._states[start.name] = None
+                self._taken[start.name] = [gpu for gpu in start.environment.get(_VISIBLE, "").split(",") if gpu]
                 self._waiting[start.name] = start
                 self._files.want(weights=start.name.startswith(_SCORES))
 

@@ -79,6 +79,17 @@ class Members:
             self.by_agent[agent] = Member(agent, number, list(gpus), now + self._patience_s)
         return self.by_agent[agent]
 
+    def returned(self, now: float, agent: bytes, number: int, gpus: Iterable[str]) -> Member:
+        """A machine that belonged to the head before is there, under the number that it had."""
+        member = self.by_agent[agent] = Member(agent, number, list(gpus), now + self._patience_s)
+        return member
+
+    def keep(self, member: Member, name: str, gpus: Iterable[str]) -> None:
+        """A process stands there already."""
+        member.holds[name] = tuple(gpus)
+        member.free = [gpu for gpu in member.free if gpu not in member.holds[name]]
+        self._homes.setdefault(_process(name), member.number)
+
     def heard(self, now: float, agent: bytes) -> Member | None:
         """A beat was received. None: it was taken for lost, and must end."""
         member = self.by_agent.get(agent)

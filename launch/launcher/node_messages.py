@@ -44,6 +44,19 @@ class Beat(Struct, frozen=True, tag="beat"):
     leaving: bool = False
 
 
+class Back(Struct, frozen=True, tag="back"):
+    """The answer to Who: what a head that has just begun must know of a machine that belonged to the one before."""
+
+    number: int  # of a beat
+    run_id: str
+    machine: int
+    gpus: list[str]
+    sees: bool
+    names: bytes  # as in Welcome
+    holds: dict[str, list[str]]  # the processes that live there, with their GPUs
+    held: dict[str, int]  # as in Orders
+
+
 class Ask(Struct, frozen=True, tag="ask"):
     """A part of a file of the model, where the agent has none."""
 
@@ -66,7 +79,12 @@ class Welcome(Struct, frozen=True, tag="welcome"):
     lease_s: float
     run: bytes  # run.json
     key: bytes  # of the run's sockets
+    names: bytes  # the key of its names, which stands in no file: a head that comes back has it from its agents
     files: dict[str, File]  # by path, below the folders that run.json names: `model/config.json`
+
+
+class Who(Struct, frozen=True, tag="who"):
+    """The answer to a Beat of an agent that is not known to a head that has come back."""
 
 
 class Refused(Struct, frozen=True, tag="refused"):
@@ -102,8 +120,8 @@ class Part(Struct, frozen=True, tag="part"):
     data: bytes
 
 
-FromAgent = Hello | Beat | Ask
-FromHead = Welcome | Refused | Orders | Part
+FromAgent = Hello | Beat | Back | Ask
+FromHead = Welcome | Who | Refused | Orders | Part
 codec: Codec[FromAgent | FromHead] = Codec(FromAgent | FromHead)
 
 

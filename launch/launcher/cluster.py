@@ -122,10 +122,8 @@ class ClusterLauncher:
         """A child of this process, or of an agent. Where no machine has room for it, it starts once one has."""
         if not self._has_said_where:
             self._has_said_where = True
-            ports = [
-                int(str(address).rpartition(":")[2]) for address in (self.address, self._run.address_of("control"))
-            ]
-            self._file.write(Listens(*ports, boot_id()))
+            control = self._run.address_of("control") or self.address
+            self._file.write(Listens(_port(self.address), _port(control), boot_id()))
         self._file.write(Began(spec.name))
         if node is not _ANYWHERE:
             return self._local.start(spec, node)
@@ -374,3 +372,7 @@ def _files_of(run: RunFile) -> dict[str, File]:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             found[f"{name}/{path.relative_to(folder)}"] = File(path.stat().st_size, file_digest(path))
     return found
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])

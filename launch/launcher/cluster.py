@@ -20,10 +20,11 @@ from pathlib import Path
 
 import zmq
 
+from launch.launcher.copying import Copying
 from launch.launcher.engines import Agents, begin_agents
 from launch.launcher.head_file import Before, Began, HeadFile, Listens, Machine
 from launch.launcher.local import Begin, LocalLauncher, begin_process
-from launch.launcher.members import Member, Members
+from launch.launcher.members import KEEPS, Member, Members
 from launch.launcher.node_messages import (
     CHUNK_BYTES,
     KEY_FILE,
@@ -37,6 +38,7 @@ from launch.launcher.node_messages import (
     Orders,
     Part,
     Refused,
+    Sent,
     Welcome,
     Who,
     agent_socket,
@@ -49,7 +51,7 @@ from launch.launcher.protocol import Found, Handle, Node, Spec
 from launch.launcher.remote import RemoteHandle
 from rl.config.schema import ConfigError
 from rl.observe.trace import boot_id
-from rl.store.digests import file_digest
+from rl.store.digests import file_digest, written_digests
 from rl.wire.codec import ProtocolError
 from rl.wire.process import clear_event
 from rl.wire.receiving import Malformed, Receiver
@@ -74,7 +76,8 @@ class ClusterLauncher:
         cluster = run.config.cluster
         self._run = run
         self._local = LocalLauncher(run, begin)
-        self._members = Members(cluster.count, cluster.fence_s, cluster.place)
+        self._members = Members(cluster.count, cluster.fence_s, cluster.place, run.config.learner.ranks)
+        self._copying = Copying(run, self._send)
         self._handles: dict[str, RemoteHandle] = {}
         self._lock = threading.RLock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -135,12 +138,29 @@ class ClusterLauncher:
 
     def close(self) -> None:
         """Every agent ends with what is left of its processes, and so do those that brought it. No head comes after."""
+        self._await_copies()
         self._closing = True
         self._wake()
         self._thread.join(_ENDS_S + 2)
         self._engine.close()
         self._local.close()
+        self._copying.close()
         self._file.remove()
+
+    def _await_copies(self) -> None:
+        """What the learner's machine has made is worth a wait, as long as it comes."""
+        patience_s = self._run.config.timeouts.hang_s
+        said = ""
+        while (name := self._copying.still_to_come(self._members.by_agent)) and self._thread.is_alive():
+            if name != said:
+                print(f"copying {name} from the learner's machine", flush=True)
+            if boot_time() > self._copying.heard + patience_s:
+                print(
+                    f"! {name} was not copied: nothing came for {patience_s:g} s; it stands on its machine", flush=True
+                )
+                return
+            said = name
+            time.sleep(_TURN_S)
 
     def _listen(self, known: Listens | None) -> zmq.SyncSocket:
         """Where agents find the head: at a free port, or at the known one."""
@@ -208,13 +228,6 @@ class ClusterLauncher:
                     f"{self._run.config.timeouts.start_s:g} s"
                 )
 
-        with self._lock:
-            if not any(each.sees for each in self._members.by_agent.values()):
-                raise ConfigError(
-                    f"runs={str(self._run.config.runs)!r}: no machine sees this folder of the head, where a learner's "
-                    "checkpoints stand; share it with one at least, or let the head's machine join as well"
-                )
-
     def _wake(self) -> None:
         os.eventfd_write(self._wake_fd, 1)
 
@@ -235,6 +248,7 @@ class ClusterLauncher:
                     self._gone(member, f"its machine {member.number} is lost: no contact for its lease")
                 for member in self._members.by_agent.values():
                     self._order(member, beat=None)
+                self._copying.turn()
             if self._closing:
                 until = min(until, time.monotonic() + _ENDS_S)
         self._socket.close(linger=500)
@@ -247,6 +261,10 @@ class ClusterLauncher:
                         self._welcome(message, peer)
                 case Ask():
                     self._send(peer, self._part(message))
+                case Sent():
+                    self._copying.sent(peer, message)
+                case Part():
+                    self._copying.take(peer, message)
                 case Back() if peer.decode() in self._returning and message.run_id == self._run.run_id:
                     self._come_back(message, peer)
                 case Back():
@@ -270,6 +288,8 @@ class ClusterLauncher:
             handle.waits = handle.unsaid = False
             handle.log_bytes = back.held.get(name, 0)
             self._members.keep(member, name, gpus)
+            if name.startswith(KEEPS):
+                self._copying.go_on(b"" if member.sees else peer)
 
         print(f"machine {member.number} is back, with {', '.join(back.holds) or 'nothing'}", flush=True)
         self._order(member, Beat(back.number, dict.fromkeys(back.holds)))
@@ -301,6 +321,7 @@ class ClusterLauncher:
             if self._members.complete():
                 self._joined.set()
 
+        self._copying.copies.offered(member.agent, beat.made)
         for name, (offset, data) in beat.logs.items():
             if (handle := self._handles.get(name)) is not None:
                 handle.read(offset, data)
@@ -350,14 +371,19 @@ class ClusterLauncher:
                 self._find_room(handle)
 
     def _find_room(self, handle: RemoteHandle) -> None:
-        handle.waits = self._members.assign(handle.spec.name, len(handle.spec.gpus)) is None
+        member = self._members.assign(handle.spec.name, len(handle.spec.gpus))
+        handle.waits = member is None
+        if member is not None and handle.spec.name.startswith(KEEPS):
+            handle.begin = self._copying.begin(handle.spec.name, b"" if member.sees else member.agent)
 
     def _send(self, peer: bytes, message: FromHead) -> None:
         with contextlib.suppress(PeerGone, zmq.Again):
             send_frames_to(self._socket, peer, codec.encode(message))
 
     def _part(self, ask: Ask) -> Part:
-        """Raises ProtocolError for what is no file of the run's beginning."""
+        """Raises ProtocolError for what is no file that an agent may want."""
+        if (part := self._copying.part(ask)) is not None:
+            return part
         if ask.file not in self._files or ask.offset < 0:
             raise ProtocolError(f"{ask.file!r} is no file that the run begins with")
         folder, _, name = ask.file.partition("/")
@@ -369,8 +395,10 @@ class ClusterLauncher:
 def _files_of(run: RunFile) -> dict[str, File]:
     found = {}
     for name, folder in start_folders(run).items():
+        known = written_digests(folder)
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            found[f"{name}/{path.relative_to(folder)}"] = File(path.stat().st_size, file_digest(path))
+            below = str(path.relative_to(folder))
+            found[f"{name}/{below}"] = File(path.stat().st_size, known.get(below) or file_digest(path))
     return found
 
 

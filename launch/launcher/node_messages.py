@@ -25,6 +25,13 @@ _ROOT = Path(__file__).parents[2]
 _LIMIT_BYTES = 4 * CHUNK_BYTES
 
 
+class File(Struct, frozen=True, array_like=True):
+    """A file that a run begins with."""
+
+    size: int
+    digest: str
+
+
 class Hello(Struct, frozen=True, tag="hello"):
     """An agent is there. `number` counts how often it has said so."""
 
@@ -42,6 +49,7 @@ class Beat(Struct, frozen=True, tag="beat"):
     logs: dict[str, tuple[int, bytes]] = {}  # where the bytes stand in the log, and what follows there
     sees: bool = True  # the head's folder of the run, and those that it begins with
     leaving: bool = False
+    made: dict[str, str] = {}  # whole folders of a run that stands here alone, with the digest of their digests
 
 
 class Back(Struct, frozen=True, tag="back"):
@@ -57,18 +65,18 @@ class Back(Struct, frozen=True, tag="back"):
     held: dict[str, int]  # as in Orders
 
 
+class Sent(Struct, frozen=True, tag="sent"):
+    """The answer to Want: the files of the folder; none where it is gone."""
+
+    name: str
+    files: dict[str, File]  # by path, as `checkpoints/step-40/meta.json`
+
+
 class Ask(Struct, frozen=True, tag="ask"):
-    """A part of a file of the model, where the agent has none."""
+    """A part of a file that the other side has: of the model, or of a folder that it sends."""
 
     file: str
     offset: int
-
-
-class File(Struct, frozen=True, array_like=True):
-    """A file that a run begins with."""
-
-    size: int
-    digest: str
 
 
 class Welcome(Struct, frozen=True, tag="welcome"):
@@ -93,6 +101,21 @@ class Refused(Struct, frozen=True, tag="refused"):
     reason: str
 
 
+class Want(Struct, frozen=True, tag="want"):
+    """The head lacks a folder that a machine has made."""
+
+    name: str
+
+
+class Begin(Struct, frozen=True, tag="begin"):
+    """From what the ranks begin where they did not stand before; what they find there otherwise is to go."""
+
+    timeline: int
+    name: str  # of the checkpoint that counts; empty: none does
+    digest: str  # of its digests
+    files: dict[str, File]
+
+
 class Start(Struct, frozen=True, tag="start"):
     """A process that is to run there."""
 
@@ -100,6 +123,7 @@ class Start(Struct, frozen=True, tag="start"):
     module: str
     arguments: list[str]
     environment: dict[str, str]
+    begin: Begin | None = None
 
 
 class Orders(Struct, frozen=True, tag="orders"):
@@ -120,8 +144,8 @@ class Part(Struct, frozen=True, tag="part"):
     data: bytes
 
 
-FromAgent = Hello | Beat | Back | Ask
-FromHead = Welcome | Who | Refused | Orders | Part
+FromAgent = Hello | Beat | Back | Sent | Ask | Part
+FromHead = Welcome | Who | Refused | Orders | Want | Ask | Part
 codec: Codec[FromAgent | FromHead] = Codec(FromAgent | FromHead)
 
 
@@ -160,5 +184,5 @@ def boot_time() -> float:
 
 def start_folders(run: RunFile) -> dict[str, Path]:
     """The folders that a run begins with, and that another machine may not have."""
-    folders = {"model": run.model_folder, "teacher": run.teacher_folder}
+    folders = {"model": run.model_folder, "teacher": run.teacher_folder, "resume": run.config.resume}
     return {name: folder for name, folder in folders.items() if folder is not None}

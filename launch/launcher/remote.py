@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 
-from launch.launcher.node_messages import Start
+from launch.launcher.node_messages import Begin, Start
 from launch.launcher.protocol import Spec
 
 
@@ -24,6 +24,8 @@ class RemoteHandle:
         self.killed = False
         self.unsaid = True
         """Whether its agent is still to be told of it."""
+        self.begin: Begin | None = None
+        """For a rank that begins where the ranks did not stand before."""
         self.log_bytes = 0
         self._code: int | None = None
         self._lock = lock
@@ -82,4 +84,4 @@ class RemoteHandle:
         environment = dict(self.spec.environment)
         if "CUDA_VISIBLE_DEVICES" in environment:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        return Start(self.spec.name, self.spec.module, list(self.spec.arguments), environment)
+        return Start(self.spec.name, self.spec.module, list(self.spec.arguments), environment, self.begin)

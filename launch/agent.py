@@ -191,6 +191,7 @@ class Agent:
                 self._send(Sent(name, self._open(name)))
             case Ask() if self._sending is not None:
                 self._send(self._sending.part(message))
+
             case Part() if self._lease is not None and self._fetcher.take(message, boot_time()):
                 self._ask()
             case Part() if self._lease is not None:
@@ -235,9 +236,9 @@ class Agent:
             self._run.save()
 
         (self._folder / "run.json").write_text(self._run.model_dump_json())
-
         self._names = welcome.names
         self._number = welcome.machine
+
         self._run.addresses.host = self._own_address()
         self._launcher = LocalLauncher(self._run)
         self._fetcher = Fetcher(folder)

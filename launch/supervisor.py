@@ -89,11 +89,13 @@ class Supervisor:
         self._exits = Exits()
         self._receiver = Receiver({self._socket: self._handle}, Malformed("supervisor"), self._exits.fileno())
         self._tracker = Tracker(run.folder, open_dashboard(run))
+
         self._observed = Observed(run.started_at, run.start_step)
         if self._found:
             self._observed.take_over(list(read_rows(run.folder)), read_alarms(run.folder), time.time())
         else:
             self._observed.go_on(read_rows(run.folder))
+
         self._display = Display(run, self._observed)
         self._trace = Trace(run.folder, "supervisor", 0, 0, run.config.tracking.trace)
         self._clock = Clock(time.time(), time.monotonic())

@@ -1,8 +1,8 @@
 """`fresco head --resume RUN`: take the place of the head of a run on several machines, which has died.
 
 Within the lease its agents still wait: broker and proxy come back from the journal, and everything else goes on. Later,
-or on another machine, a run of the same name begins with all agents anew, from the newest checkpoint in the folder RUN:
-the head's, or that of an agent.
+or on another machine, a run of the same name begins with all agents anew. It goes on from the newest checkpoint in the
+folder RUN, which is the head's, or that of an agent.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import zmq
 
 from launch.launcher.copying import Copying
 from launch.launcher.engines import Agents, begin_agents
-from launch.launcher.head_file import Before, Began, HeadFile, Listens, Machine
+from launch.launcher.head_file import Before, Began, HeadFile, Listens, Machine, Ranks
 from launch.launcher.local import Begin, LocalLauncher, begin_process
 from launch.launcher.members import KEEPS, Member, Members
 from launch.launcher.node_messages import (
@@ -179,6 +179,8 @@ class ClusterLauncher:
     def _await_return(self, before: Before) -> None:
         """Until all agents that were there are back, or the lease of every other one is over."""
         cluster = self._run.config.cluster
+        if before.ranks is not None:
+            self._copying.go_on(before.ranks.encode())
         print(f"waiting for {len(before.agents)} machines, at most {cluster.fence_s:g} s", flush=True)
         until = boot_time() + cluster.fence_s
         while boot_time() < until and not self._joined.wait(_TURN_S):
@@ -265,35 +267,38 @@ class ClusterLauncher:
                     self._copying.sent(peer, message)
                 case Part():
                     self._copying.take(peer, message)
-                case Back() if peer.decode() in self._returning and message.run_id == self._run.run_id:
+
+                case Back() if _name(peer) in self._returning and message.run_id == self._run.run_id:
                     self._come_back(message, peer)
                 case Back():
                     self._send(peer, Orders(message.number, end=peer not in self._members.by_agent))
                 case Beat():
-                    member = self._members.heard(boot_time(), peer)
-                    if member is not None:
-                        self._note(member, message)
-                    elif peer.decode() in self._returning:
-                        self._send(peer, Who())
-                    else:
-                        self._send(peer, Orders(message.number, end=True))
+                    self._beat(message, peer)
+
+    def _beat(self, beat: Beat, peer: bytes) -> None:
+        member = self._members.heard(boot_time(), peer)
+        if member is not None:
+            self._note(member, beat)
+        elif _name(peer) in self._returning:
+            self._send(peer, Who())
+        else:
+            self._send(peer, Orders(beat.number, end=True))
 
     def _come_back(self, back: Back, peer: bytes) -> None:
         """An agent that has outlived the head before, with what runs there."""
         member = self._members.returned(boot_time(), peer, back.machine, back.gpus)
         member.sees = back.sees
         self._run.make_names(back.names)
+
         for name, gpus in back.holds.items():
             handle = self._handles[name] = self._remote(Spec(name, "", (), {}, self._log(name), tuple(gpus)))
             handle.waits = handle.unsaid = False
             handle.log_bytes = back.held.get(name, 0)
             self._members.keep(member, name, gpus)
-            if name.startswith(KEEPS):
-                self._copying.go_on(b"" if member.sees else peer)
 
         print(f"machine {member.number} is back, with {', '.join(back.holds) or 'nothing'}", flush=True)
         self._order(member, Beat(back.number, dict.fromkeys(back.holds)))
-        self._returning.discard(peer.decode())
+        self._returning.discard(_name(peer))
         if not self._returning:
             self._joined.set()
 
@@ -303,13 +308,15 @@ class ClusterLauncher:
             return
         news = peer not in self._members.by_agent
         member = self._members.join(boot_time(), peer, hello.gpus, hello.machine)
+
         run = self._run.model_dump_json().encode()
         key = (self._run.folder / RUN_KEY).read_bytes()
         lease_s = self._run.config.cluster.lease_s
         names = self._run.names.key
         self._send(peer, Welcome(hello.number, member.number, lease_s, run, key, names, self._files))
+
         if news:
-            self._file.write(Machine(peer.decode(), there=True))
+            self._file.write(Machine(_name(peer), there=True))
             for name in self._members.away(member.number):
                 self._handles[name].move(f"it goes back to machine {member.number}")
 
@@ -337,7 +344,7 @@ class ClusterLauncher:
                 self._handles[name].move(f"its machine {member.number} leaves")
         if beat.leaving and not member.holds:
             del self._members.by_agent[member.agent]
-            self._file.write(Machine(member.agent.decode(), there=False))
+            self._file.write(Machine(_name(member.agent), there=False))
             self._send(member.agent, Orders(beat.number, end=True))
         else:
             self._order(member, beat)
@@ -359,7 +366,7 @@ class ClusterLauncher:
         self._send(member.agent, Orders(beat.number if beat else 0, start, kill, held, end=self._closing))
 
     def _gone(self, member: Member, why: str) -> None:
-        self._file.write(Machine(member.agent.decode(), there=False))
+        self._file.write(Machine(_name(member.agent), there=False))
         for name in member.holds:
             self._handles[name].ended(-signal.SIGKILL, why)
         self._find_rooms()
@@ -374,7 +381,9 @@ class ClusterLauncher:
         member = self._members.assign(handle.spec.name, len(handle.spec.gpus))
         handle.waits = member is None
         if member is not None and handle.spec.name.startswith(KEEPS):
-            handle.begin = self._copying.begin(handle.spec.name, b"" if member.sees else member.agent)
+            place = b"" if member.sees else member.agent
+            handle.begin = self._copying.begin(handle.spec.name, place)
+            self._file.write(Ranks(place.decode()))
 
     def _send(self, peer: bytes, message: FromHead) -> None:
         with contextlib.suppress(PeerGone, zmq.Again):
@@ -400,6 +409,10 @@ def _files_of(run: RunFile) -> dict[str, File]:
             below = str(path.relative_to(folder))
             found[f"{name}/{below}"] = File(path.stat().st_size, known.get(below) or file_digest(path))
     return found
+
+
+def _name(agent: bytes) -> str:
+    return agent.decode(errors="replace")
 
 
 def _port(address: str) -> int:

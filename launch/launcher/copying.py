@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 
 from launch.launcher.copies import TIMELINES, Copies
 from launch.launcher.folders import Fetcher, Opened, drop, forget_others, made_in
@@ -31,7 +32,7 @@ class Copying:
     # ------------------------------------------------------------ the ranks begin
 
     def go_on(self, place: bytes) -> None:
-        """The ranks stand there since a head before."""
+        """The ranks stood there under the head before."""
         self.copies.begin(place, made_in(self._run.folder))
 
     def begin(self, rank: str, place: bytes) -> Begin | None:
@@ -69,7 +70,9 @@ class Copying:
         """Ask for what is wanted. Call it ten times a second."""
         now = boot_time()
         place = self.copies.place
-        whole = self._fetcher.ended()
+        whole = None
+        with self._telling():
+            whole = self._fetcher.ended()
         if whole is not None and self._under_way is not None:
             if whole:
                 drop(self._run.folder, self.copies.arrived(*self._under_way))
@@ -88,15 +91,27 @@ class Copying:
         if agent != self.copies.place or wanted is None or listed is None or self._fetcher.is_busy:
             return
         if wanted == (sent.name, listed.digest):
-            self._fetcher.begin(sent.name, sent.files)
-            self._under_way = wanted
-            self._asked_at = float("-inf")
-            self._ask(boot_time())
+            with self._telling():
+                self._under_way = wanted
+                self._fetcher.begin(sent.name, sent.files)
+                self._ask(boot_time())
 
     def take(self, agent: bytes, part: Part) -> None:
-        if agent == self.copies.place and self._fetcher.take(part, boot_time()):
-            self.heard = boot_time()
-            self._ask(self.heard)
+        with self._telling():
+            if agent == self.copies.place and self._fetcher.take(part, boot_time()):
+                self.heard = boot_time()
+                self._ask(self.heard)
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """A full disk ends a copy, and it is tried again; the run ends where it cannot write itself."""
+        try:
+            yield
+        except OSError as error:
+            name = self._under_way[0] if self._under_way is not None else "a folder"
+            print(f"! {name} cannot be copied to {self._run.folder}: {error}", flush=True)
+            self._under_way = None
+            self._fetcher.cancel()
 
     def _ask(self, now: float) -> None:
         for ask in self._fetcher.asks(now):

@@ -3,6 +3,7 @@
     {"type": "listens", "agents": 40123, "control": 40124, "boot": "…"}   where it is reached, and since which boot
     {"type": "machine", "agent": "agent.5f…", "there": true}              who has joined, and who is gone
     {"type": "began", "name": "generator.0.2"}                            before it begins
+    {"type": "ranks", "place": "agent.5f…"}                               where they stand; empty: in the head's folder
 
 A line is written before what it says is done. So no incarnation has a number twice, whichever head begins it.
 """
@@ -36,6 +37,13 @@ class Began(Struct, frozen=True, tag="began"):
     name: str
 
 
+class Ranks(Struct, frozen=True, tag="ranks"):
+    place: str
+
+
+Line = Listens | Machine | Began | Ranks
+
+
 @dataclass
 class Before:
     """What the heads before have written."""
@@ -45,6 +53,8 @@ class Before:
     """Those that belonged to the run."""
     newest: dict[str, int] = field(default_factory=dict)
     """The newest incarnation of each process: {"generator.0": 2}."""
+    ranks: str | None = None
+    """Where the learner's ranks stood last."""
 
     @property
     def may_go_on(self) -> bool:
@@ -57,16 +67,20 @@ def read_before(folder: Path) -> Before:
     before = Before()
     path = folder / FILE
     lines = path.read_bytes().splitlines() if path.exists() else []
-    kinds: type[Listens | Machine | Began] = Listens | Machine | Began  # type: ignore[assignment]
+    kinds: type[Line] = Line  # type: ignore[assignment]
+
     for line in readable(lines, kinds):
         match line:
             case Listens():
                 before.listens = line
             case Machine(agent, there):
                 (before.agents.add if there else before.agents.discard)(agent)
+
             case Began(name):
                 process, _, incarnation = name.rpartition(".")
                 before.newest[process] = int(incarnation)
+            case Ranks(place):
+                before.ranks = place
     return before
 
 
@@ -77,7 +91,7 @@ class HeadFile:
         self._path = folder / FILE
         self._file = self._path.open("ab", buffering=0)
 
-    def write(self, line: Listens | Machine | Began) -> None:
+    def write(self, line: Line) -> None:
         self._file.write(msgspec.json.encode(line) + b"\n")
 
     def remove(self) -> None:

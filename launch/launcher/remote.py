@@ -27,6 +27,7 @@ class RemoteHandle:
         self.begin: Begin | None = None
         """For a rank that begins where the ranks did not stand before."""
         self.log_bytes = 0
+
         self._code: int | None = None
         self._lock = lock
         self._wake = wake

@@ -185,6 +185,7 @@ class Agent:
                 self._join(message)
             case Orders() if self._lease is not None:
                 self._obey(message, self._lease)
+
             case Who() if self._lease is not None:
                 self._send(self._back(self._lease))
             case Want(name) if self._lease is not None and is_known(name):

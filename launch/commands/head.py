@@ -47,8 +47,9 @@ def resume(arguments: argparse.Namespace) -> int:
     elif before.listens is not None:  # its machine was started anew: the leases are over soon
         time.sleep(max(0.0, run.config.cluster.fence_s - boot_time()))
 
-    print("no agent of the run is left; it begins anew from its newest checkpoint", flush=True)
-    return begin_run(_anew(run, arguments.overrides), folder / "config.yaml", started)
+    config = _anew(run, arguments.overrides)
+    print(f"no agent of the run is left; it begins anew from {config.resume or 'the start'}", flush=True)
+    return begin_run(config, folder / "config.yaml", started)
 
 
 def _go_on(run: RunFile, before: Before) -> int | None:

@@ -134,8 +134,8 @@ class Members:
         return chosen
 
     def _with_one_folder(self, staying: list[Member], gpus: int) -> list[Member]:
-        """Those of `staying` on which a rank has the same folder of the run as the others. They see the head's, or it is
-        one machine with room for all ranks."""
+        """Those of `staying` on which a rank has the same folder of the run as the others: they see the head's, or one
+        machine has room for all ranks."""
         others = [each for each in self.by_agent.values() if any(name.startswith(KEEPS) for name in each.holds)]
         if others:
             return [each for each in staying if each in others or (each.sees and others[0].sees)]

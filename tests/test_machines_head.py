@@ -10,13 +10,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch.launcher.copies import TIMELINES
+from rl.store.checkpoint_folder import steps_of, verify
+from rl.store.made_once import cache_folder
 from tests.machines import Machines, missing
 from tests.test_machines import LEASE_S, ROOT, Run, wait_for
 
 pytestmark = [pytest.mark.docs, pytest.mark.skipif(bool(missing()), reason=f"several machines on one box: {missing()}")]
 APART = "cluster.place={learner: [2], generator: [3, 4], env_server: [4]}"
 FEWER = "cluster.place={learner: [1, 2], env_server: [3]}"
-SIMULATED = ("simulated", "steps=80", "learner.options.step_s=0.1", "learner.checkpoint_every=5")
+SIMULATED = ("simulated", "steps=150", "learner.options.step_s=0.1", "learner.checkpoint_every=5")
 
 
 def kill_head(run: Run) -> None:
@@ -31,6 +34,11 @@ def begin_head(run: Run, folder: Path, *overrides: str, number: int = 1) -> None
     run.log = folder.parent / "head2.log"
     with run.log.open("w") as log:
         run.head = run.machines.begin(number, command, cwd=ROOT, env=run.environment, stdout=log, stderr=log)
+
+
+def copied(folder: Path) -> int:
+    """The newest step of which the head holds a checkpoint."""
+    return max(steps_of(folder / "checkpoints"), default=0)
 
 
 def place_of(machines: Machines, number: int, path: Path) -> Path:
@@ -56,7 +64,7 @@ def test_a_head_that_is_back_within_the_lease_finds_its_agents_waiting(tmp_path:
         run.wait_for_step(30)
         summary = run.end()
 
-        assert summary["steps"] == 80 and steps_trained(run.folder) == list(range(1, 81))
+        assert summary["steps"] == 150 and steps_trained(run.folder) == list(range(1, 151))
         logs = {path.name for path in (run.folder / "logs").iterdir()}
         assert {"broker.0.1.log", "proxy.0.1.log"} <= logs
         again = {name for name in logs if not name.endswith(".0.log")} - {"broker.0.1.log", "proxy.0.1.log"}
@@ -69,7 +77,7 @@ def test_a_head_that_comes_later_begins_anew_from_its_copy_of_the_newest_checkpo
     """No folder is shared, and ranks stand on another machine than the head's."""
     with Machines(4, shared={1: [tmp_path]}) as machines:
         run = Run(machines, tmp_path, *SIMULATED, APART)
-        wait_for(lambda: (run.folder / "checkpoints/step-10/meta.json").exists(), run.told)
+        wait_for(lambda: copied(run.folder) >= 10, run.told)
         kill_head(run)
         for number, agent in run.agents.items():
             assert agent.wait(60) == 3 and not machines.processes(number), "its lease is over"
@@ -79,15 +87,15 @@ def test_a_head_that_comes_later_begins_anew_from_its_copy_of_the_newest_checkpo
         wait_for(lambda: "fresco join" in run.log.read_text(), run.told)
         run.join_all(1, 2, 3, 4)
         summary = run.end()
-        assert summary["start_step"] >= 10 and run.step() == 80
-        assert sorted(set(steps_trained(run.folder))) == list(range(1, 81))
+        assert summary["start_step"] >= 10 and run.step() == 150
+        assert sorted(set(steps_trained(run.folder))) == list(range(1, 151))
         assert all(agent.wait(60) == 0 for agent in run.agents.values())
 
 
 def test_where_the_heads_machine_is_lost_a_run_begins_anew_on_the_learners(tmp_path: Path) -> None:
     with Machines(4, shared={1: [tmp_path]}) as machines:
         run = Run(machines, tmp_path, *SIMULATED, APART)
-        wait_for(lambda: (run.folder / "checkpoints/step-10/meta.json").exists(), run.told)
+        wait_for(lambda: copied(run.folder) >= 10, run.told)
         machines.kill(1)
         assert all(run.agents[number].wait(60) == 3 for number in (2, 3, 4))
 
@@ -97,21 +105,36 @@ def test_where_the_heads_machine_is_lost_a_run_begins_anew_on_the_learners(tmp_p
         wait_for((run.folder / "agents.key").exists, run.told)
         run.join_all(2, 3, 4)
         summary = run.end()
-        assert summary["start_step"] >= 10 and run.step() == 80
+        assert summary["start_step"] >= 10 and run.step() == 150
 
 
 def test_without_a_shared_folder_the_ranks_go_on_elsewhere_from_the_checkpoint_that_counts(tmp_path: Path) -> None:
     with Machines(4, shared={1: [tmp_path]}) as machines:
         run = Run(machines, tmp_path, *SIMULATED, APART)
-        wait_for(lambda: (run.folder / "checkpoints/step-10/meta.json").exists(), run.told)
+        wait_for(lambda: copied(run.folder) >= 10, run.told)
         machines.kill(2)
         wait_for(lambda: "the learner begins elsewhere, from checkpoints/step-" in run.log.read_text(), run.told)
         summary = run.end()
 
-        assert summary["steps"] == 80 and run.step() == 80
-        assert sorted(set(steps_trained(run.folder))) == list(range(1, 81))
-        assert (run.folder / "checkpoints/step-80/meta.json").exists(), "the last one is copied before the end"
+        assert summary["steps"] == 150 and run.step() == 150
+        assert sorted(set(steps_trained(run.folder))) == list(range(1, 151))
+        assert (run.folder / "checkpoints/step-150/meta.json").exists(), "the last one is copied before the end"
         assert not [*run.folder.glob("checkpoints/*.arriving")]
         assert not (run.folder / "logs/generator.0.1.log").exists(), "the engine on machine 3 went on"
         for number in (1, 3, 4):
             assert run.agents[number].wait(60) == 0 and not machines.processes(number)
+
+
+def test_a_real_learner_goes_on_elsewhere_with_what_it_had_and_its_model_comes_home(tmp_path: Path) -> None:
+    """The machines have neither the head's folder nor the model, whose weights the learner fetches."""
+    hidden = {number: [cache_folder()] for number in (2, 3, 4)}
+    shown = ("steps=8", "learner.checkpoint_every=2", "eval.tasks=16", "tracking.wandb=disabled")
+    place = "cluster.place={learner: [2], generator: [3], env_server: [3]}"
+    with Machines(4, shared={1: [tmp_path]}, hidden=hidden) as machines:
+        run = Run(machines, tmp_path, "math_cpu", *shown, place)
+        wait_for(lambda: copied(run.folder) >= 2, run.told)
+        machines.kill(2)
+        wait_for(lambda: "the learner begins elsewhere, from checkpoints/step-" in run.log.read_text(), run.told)
+        run.end()
+        assert run.step() == 8 and verify(steps_of(run.folder / "checkpoints")[8]).timeline >= TIMELINES
+        assert (run.folder / "model" / "model.safetensors").exists()

@@ -77,6 +77,7 @@ class Copying:
             if whole:
                 drop(self._run.folder, self.copies.arrived(*self._under_way))
             self._under_way = None
+            self._asked_at = float("-inf")
 
         wanted = self.copies.wanted()
         if wanted is not None and place and not self._fetcher.is_busy and now >= self._asked_at + _AGAIN_S:

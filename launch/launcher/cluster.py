@@ -76,7 +76,7 @@ class ClusterLauncher:
         cluster = run.config.cluster
         self._run = run
         self._local = LocalLauncher(run, begin)
-        self._members = Members(cluster.count, cluster.fence_s, cluster.place, run.config.learner.ranks)
+        self._members = Members(cluster.count, cluster.fence_s, cluster.place)
         self._copying = Copying(run, self._send)
         self._handles: dict[str, RemoteHandle] = {}
         self._lock = threading.RLock()
@@ -378,12 +378,15 @@ class ClusterLauncher:
                 self._find_room(handle)
 
     def _find_room(self, handle: RemoteHandle) -> None:
-        member = self._members.assign(handle.spec.name, len(handle.spec.gpus))
+        name = handle.spec.name
+        if name.startswith(KEEPS) and not self._copying.may_begin(name):
+            return
+
+        member = self._members.assign(name, len(handle.spec.gpus))
         handle.waits = member is None
-        if member is not None and handle.spec.name.startswith(KEEPS):
-            place = b"" if member.sees else member.agent
-            handle.begin = self._copying.begin(handle.spec.name, place)
-            self._file.write(Ranks(place.decode()))
+        if member is not None and name.startswith(KEEPS):
+            handle.begin = self._copying.begin(name, b"" if member.sees else member.agent)
+            self._file.write(Ranks(_name(self._copying.copies.place or b"")))
 
     def _send(self, peer: bytes, message: FromHead) -> None:
         with contextlib.suppress(PeerGone, zmq.Again):

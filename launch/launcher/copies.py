@@ -48,15 +48,15 @@ class Copies:
         newest = max(self.held, key=step_of, default="model")
         return newest if step_of(newest) >= 0 else None
 
-    def begin(self, place: bytes, held: Mapping[str, str]) -> bool:
-        """The ranks begin there. held: what the head has by now. Whether they are to begin from what counts, because
-        they stood elsewhere before."""
-        moved = self.place is not None and place != self.place
+    def begin(self, place: bytes, held: Mapping[str, str], *, always: bool = False) -> bool:
+        """Rank 0 begins there. held: what the head has by now. Whether the ranks are to begin from what counts: they
+        stood elsewhere before, or do so `always`."""
+        anew = self.place is not None and (always or place != self.place)
         self.held = dict(held)
-        if moved or self.place is None:
+        if anew or self.place is None:
             self.offers = {}
         self.place = place
-        return moved
+        return anew
 
     def offered(self, agent: bytes, offers: Mapping[str, str]) -> None:
         """An agent says what its machine has. That of any other than rank 0's is of no interest."""

@@ -26,7 +26,8 @@ class Copying:
         self._fetcher = Fetcher(run.folder)
         self._under_way: tuple[str, str] | None = None
         self._asked_at = float("-inf")
-        self._beginnings: dict[str, Begin | None] = {}  # by the incarnation of the ranks
+        self._incarnation = ""  # of the ranks
+        self._begin: Begin | None = None  # what its rank 0 was told
         self._sending: Opened | None = None
 
     # ------------------------------------------------------------ the ranks begin
@@ -35,28 +36,39 @@ class Copying:
         """The ranks stood there under the head before."""
         self.copies.begin(place, made_in(self._run.folder))
 
+    def may_begin(self, rank: str) -> bool:
+        """Whether it is known where rank 0 of this incarnation stands, or this is it."""
+        _, index, incarnation = rank.split(".")
+        return index == "0" or incarnation == self._incarnation
+
     def begin(self, rank: str, place: bytes) -> Begin | None:
-        """What a rank is to be told, which begins there; the first of its incarnation decides for all."""
-        _, _, incarnation = rank.rpartition(".")
-        if incarnation not in self._beginnings:
-            self._beginnings[incarnation] = self._begin(int(incarnation), place)
-        return self._beginnings[incarnation]
+        """What a rank is to be told that begins there. Where ranks may have several folders, all begin from what
+        counts: each of them can have that."""
+        _, index, incarnation = rank.split(".")
+        if index == "0":
+            self._incarnation = incarnation
+            several = bool(place) and self._run.config.learner.ranks > 1
+            self._begin = self._rank_0_begins(int(incarnation), place, several)
 
-    def _begin(self, incarnation: int, place: bytes) -> Begin | None:
-        moved = self.copies.begin(place, made_in(self._run.folder))
-        if incarnation == 0 or not moved:
-            return None
+        elif place != self.copies.place and incarnation != "0" and self._begin is None:
+            return self._from_what_counts(self._run.timeline)  # rank 0 goes on in the head's folder
+        return self._begin
 
+    def _rank_0_begins(self, incarnation: int, place: bytes, several: bool) -> Begin | None:
         self._fetcher.cancel()
         self._under_way = None
-        timeline = self._run.timeline + incarnation * TIMELINES
+        if not self.copies.begin(place, made_in(self._run.folder), always=several):
+            return None
+        if not place:
+            forget_others(self._run.folder, self.copies.counts or "")
+        print(f"the learner begins elsewhere, from {self.copies.counts or 'the start'}", flush=True)
+        return self._from_what_counts(self._run.timeline + incarnation * TIMELINES)
+
+    def _from_what_counts(self, timeline: int) -> Begin:
         name = self.copies.counts or ""
         if self._sending is not None:
             self._sending.close()
         self._sending = Opened(self._run.folder, name) if name else None
-        if not place:
-            forget_others(self._run.folder, name)
-        print(f"the learner begins elsewhere, from {name or 'the start'}", flush=True)
         return Begin(timeline, name, self.copies.held.get(name, ""), self._sending.files if self._sending else {})
 
     def part(self, ask: Ask) -> Part | None:

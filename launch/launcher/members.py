@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 KEEPS = "learner"
-"""The role whose files are the run's own: checkpoints, versions, the model. Its ranks write into one folder."""
+"""The role whose files are the run's own: checkpoints, versions, the model."""
 MOVES = ("generator", "env_server")
 """Roles that go back to their machine when somebody has taken its place: that costs their running episodes only."""
 
@@ -63,9 +63,8 @@ class Member:
 class Members:
     """The head's side. A process is known by its name, `generator.0.2`."""
 
-    def __init__(self, nodes: int, fence_s: float, place: Mapping[Any, Sequence[int]], ranks: int = 1) -> None:
+    def __init__(self, nodes: int, fence_s: float, place: Mapping[Any, Sequence[int]]) -> None:
         self._nodes = nodes
-        self._ranks = ranks
         self._patience_s = fence_s
         self._place = place
         self._homes: dict[str, int] = {}  # where `generator.0` began, which is where it belongs
@@ -114,8 +113,6 @@ class Members:
         For ranks one that sees the head's folder, if there is one.
         """
         staying = [each for each in self.by_agent.values() if not each.leaving and len(each.free) >= gpus]
-        if name.startswith(KEEPS):
-            staying = self._with_one_folder(staying, gpus)
         planned = [each for each in staying if each.number <= self._nodes] or staying
         named = self._place.get(name.partition(".")[0])
         allowed = [each for each in planned if named is None or each.number in named] or planned
@@ -132,14 +129,6 @@ class Members:
         chosen.holds[name] = tuple(chosen.free[:gpus])
         del chosen.free[:gpus]
         return chosen
-
-    def _with_one_folder(self, staying: list[Member], gpus: int) -> list[Member]:
-        """Those of `staying` on which a rank has the same folder of the run as the others: they see the head's, or one
-        machine has room for all ranks."""
-        others = [each for each in self.by_agent.values() if any(name.startswith(KEEPS) for name in each.holds)]
-        if others:
-            return [each for each in staying if each in others or (each.sees and others[0].sees)]
-        return [each for each in staying if each.sees or len(each.free) >= gpus * self._ranks]
 
     def ended(self, name: str) -> None:
         """A process has ended; its GPUs are free."""

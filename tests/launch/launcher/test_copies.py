@@ -66,12 +66,13 @@ class Histories(RuleBasedStateMachine):
             assert step_of(dropped) < step_of(name), "what is dropped is older than what counts"
             del head[step_of(dropped)]
 
-    @rule(agent=st.sampled_from(AGENTS))
-    def the_ranks_begin(self, agent: bytes) -> None:
+    @rule(agent=st.sampled_from(AGENTS), always=st.booleans())
+    def the_ranks_begin(self, agent: bytes, always: bool) -> None:
         """After a death; their machine may be another one."""
-        moved = self.copies.begin(agent, self.held())
-        assert moved == (agent != self.place)
-        if not moved:
+        always = always and bool(agent)
+        anew = self.copies.begin(agent, self.held(), always=always)
+        assert anew == (always or agent != self.place)
+        if not anew:
             self.step = max(self.disks[agent], default=0)
             return
 

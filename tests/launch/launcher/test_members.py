@@ -65,15 +65,6 @@ def test_an_answer_that_comes_twice_or_late_changes_nothing() -> None:
     assert lease.until == 2.0 + LEASE_S
 
 
-def is_rank(name: str) -> bool:
-    return name.startswith("learner")
-
-
-def one_folder(members: list[Member]) -> bool:
-    """Whether ranks on these machines have one folder of the run."""
-    return all(each.sees for each in members) or len({each.agent for each in members}) <= 1
-
-
 class Placement(RuleBasedStateMachine):
     """Every process stands on one machine that is there; no GPU has two."""
 
@@ -125,9 +116,6 @@ class Placement(RuleBasedStateMachine):
         number = self.incarnations[process] = self.incarnations.get(process, -1) + 1
         name, gpus = f"{process}.{number}", int(process.startswith("generator"))
         room = [each for each in self.members.by_agent.values() if not each.leaving and len(each.free) >= gpus]
-        if process.startswith("learner"):
-            ranks = [each for each in self.members.by_agent.values() if any(map(is_rank, each.holds))]
-            room = [each for each in room if one_folder([*ranks, each])]
         member = self.members.assign(name, gpus)
         assert (member is not None) == bool(room)
         if member is not None:
@@ -153,7 +141,6 @@ class Placement(RuleBasedStateMachine):
         members = self.members.by_agent.values()
         standing = [name for each in members for name in each.holds]
         assert sorted(standing) == sorted(self.alive)
-        assert one_folder([each for each in members if any(map(is_rank, each.holds))])
         assert all(len(each.holds[name]) == self.alive[name] for each in members for name in each.holds)
         for each in members:
             had = [gpu for gpus in each.holds.values() for gpu in gpus] + each.free
@@ -172,15 +159,6 @@ def test_ranks_with_gpus_fill_a_machine_and_workers_spread_over_all() -> None:
 
     spread = [members.assign(f"env_server.{index}.0", 0) for index in range(4)]
     assert [each and each.number for each in spread] == [2, 1, 2, 1]
-
-
-def test_ranks_that_would_not_fit_on_one_machine_wait_where_none_sees_the_heads_folder() -> None:
-    members = Members(2, 25.0, {}, ranks=2)
-    members.join(0.0, b"1", ["0"]).sees = False
-    assert members.assign("learner.0.0", 1) is None
-    members.join(0.0, b"2", ["0", "1"]).sees = False
-    placed = [members.assign(f"learner.{rank}.0", 1) for rank in range(2)]
-    assert [each and each.agent for each in placed] == [b"2", b"2"]
 
 
 def test_what_came_back_with_its_machine_has_its_gpus_and_its_home() -> None:

@@ -23,20 +23,28 @@ import zmq
 
 from launch.children import Exits
 from launch.gpus import visible_gpus
+from launch.launcher.copies import is_known
+from launch.launcher.folders import Fetcher, Opened, forget_others, made_in
 from launch.launcher.local import LocalHandle, LocalLauncher
 from launch.launcher.members import Lease
 from launch.launcher.node_messages import (
     TAIL_BYTES,
     Ask,
+    Back,
     Beat,
+    Begin,
     File,
+    FromAgent,
     FromHead,
     Hello,
     Orders,
     Part,
     Refused,
+    Sent,
     Start,
+    Want,
     Welcome,
+    Who,
     agent_socket,
     boot_time,
     code_hash,
@@ -57,8 +65,10 @@ _HELLO_S = 1.0
 _HEAD_S = 60.0  # for the head to answer at all
 _TURN_S = 0.25
 _ASK_S = 2.0  # after which a part of a file is asked for again
-_WEIGHTS = ".safetensors"  # which a teacher needs; a learner stands where the head's are seen
-_SCORES = "teacher"
+_WEIGHTS = ".safetensors"
+_STATE = ".distcp"  # of the ranks, in a checkpoint
+_READ_BY = {"model": "learner", "teacher": "teacher", "resume": "learner"}
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ENDS_S = 2.0  # for the kernel to end a killed process
 _ARRIVES_MS = 2000  # for the last words to leave
 LEASE = struct.Struct("d")
@@ -87,6 +97,8 @@ class Agent:
 
         self._hellos: list[float] = []
         self._lease: Lease | None = None
+        self._names = b""  # the key of the run's names
+        self._number = 0  # of this machine
         self._files: Files
         self._run: RunFile
         self._launcher: LocalLauncher
@@ -94,9 +106,13 @@ class Agent:
         self._is_shared = False
         self._waiting: dict[str, Start] = {}  # for files
         self._handles: dict[str, LocalHandle] = {}
+        self._taken: dict[str, list[str]] = {}  # the GPUs of each process
         self._states: dict[str, int | None] = {}
         self._held: dict[str, int] = {}  # bytes of each log that the head has
         self._told: dict[str, int | None] = {}
+        self._sending: Opened | None = None
+        self._fetcher: Fetcher
+        self._begun: Begin | None = None  # what the ranks here began from
         self._leaving = False
         self._ended = ""  # why, as soon as it is to end
 
@@ -135,7 +151,8 @@ class Agent:
         if (ask := self._files.ask(now)) is not None:
             self._send(ask)
         self._told = dict(self._states)
-        self._send(Beat(self._lease.beat(now), self._told, self._logs(), self._is_shared, self._leaving))
+        made = {} if self._is_shared else made_in(self._run.folder)
+        self._send(Beat(self._lease.beat(now), self._told, self._logs(), self._is_shared, self._leaving, made))
         return min(1.0, self._lease.seconds / 10)
 
     def _logs(self) -> dict[str, tuple[int, bytes]]:
@@ -155,7 +172,7 @@ class Agent:
     def _log(self, name: str) -> Path:
         return self._run.folder / "logs" / f"{name}.log"
 
-    def _send(self, message: Hello | Beat | Ask) -> None:
+    def _send(self, message: FromAgent) -> None:
         send_frames(self._socket, codec.encode(message))
 
     # ------------------------------------------------------------ heard
@@ -168,10 +185,27 @@ class Agent:
                 self._join(message)
             case Orders() if self._lease is not None:
                 self._obey(message, self._lease)
+
+            case Who() if self._lease is not None:
+                self._send(self._back(self._lease))
+            case Want(name) if self._lease is not None and is_known(name):
+                self._send(Sent(name, self._open(name)))
+            case Ask() if self._sending is not None:
+                self._send(self._sending.part(message))
+
+            case Part() if self._lease is not None and self._fetcher.take(message, boot_time()):
+                self._ask()
             case Part() if self._lease is not None:
                 self._files.take(message)
                 if (ask := self._files.ask(boot_time())) is not None:
                     self._send(ask)
+
+    def _back(self, lease: Lease) -> Back:
+        """What a head that has just begun must know. Its lease goes on once that is answered."""
+        alive = [name for name, code in self._states.items() if code is None]
+        holds = {name: self._taken[name] for name in alive}
+        who = self._run.run_id, self._number, self._gpus, self._is_shared, self._names
+        return Back(lease.beat(boot_time()), *who, holds, self._held)
 
     def _hear_keeper(self) -> None:
         if not self._leaving and select.select([0], [], [], 0)[0]:
@@ -203,9 +237,12 @@ class Agent:
             self._run.save()
 
         (self._folder / "run.json").write_text(self._run.model_dump_json())
+        self._names = welcome.names
+        self._number = welcome.machine
 
         self._run.addresses.host = self._own_address()
         self._launcher = LocalLauncher(self._run)
+        self._fetcher = Fetcher(folder)
         self._lease = Lease(welcome.lease_s, self._hellos[welcome.number])
         self._renewed()
         print(f"machine {welcome.machine} of {told.folder.name}, in {folder}", flush=True)
@@ -228,8 +265,11 @@ class Agent:
         for start in orders.start:
             if start.name not in self._states:
                 self._states[start.name] = None
+                self._taken[start.name] = [gpu for gpu in start.environment.get(_VISIBLE, "").split(",") if gpu]
                 self._waiting[start.name] = start
-                self._files.want(weights=start.name.startswith(_SCORES))
+                self._files.want(_role(start.name))
+                if start.begin is not None and start.begin != self._begun:
+                    self._begin_from(start.begin)
 
         for name in orders.kill:
             self._waiting.pop(name, None)
@@ -245,14 +285,42 @@ class Agent:
 
     def _look(self) -> None:
         """Begin what has its files, and note what has ended."""
+        if self._fetcher.ended() is False and self._begun is not None:  # damaged on its way
+            self._fetcher.begin(self._begun.name, self._begun.files)
+        self._ask()
         for name, start in list(self._waiting.items()):
-            if self._files.are_there(weights=name.startswith(_SCORES)):
+            if self._files.are_there(_role(name)) and not (start.begin is not None and self._fetcher.is_busy):
                 del self._waiting[name]
                 self._begin(start)
         for name, handle in self._handles.items():
             if self._states[name] is None and (code := handle.poll()) is not None:
                 handle.kill()  # what is left of its group: who hears of its end may rely on it
                 self._states[name] = code
+
+    def _open(self, name: str) -> dict[str, File]:
+        """Keep a folder open that the head wants; nothing where it is gone meanwhile."""
+        if self._sending is not None:
+            self._sending.close()
+            self._sending = None
+        with contextlib.suppress(OSError):
+            self._sending = Opened(self._run.folder, name)
+        return self._sending.files if self._sending is not None else {}
+
+    def _begin_from(self, begin: Begin) -> None:
+        """The ranks stood elsewhere: what stands here is of a time that was taken back."""
+        self._begun = begin
+        self._run = self._run.model_copy(update={"timeline": begin.timeline})
+        (self._folder / "run.json").write_text(self._run.model_dump_json())
+        if self._is_shared:  # the head has seen to it
+            return
+        self._fetcher.cancel()
+        forget_others(self._run.folder, begin.name)
+        if begin.name and made_in(self._run.folder).get(begin.name) != begin.digest:
+            self._fetcher.begin(begin.name, begin.files)
+
+    def _ask(self) -> None:
+        for ask in self._fetcher.asks(boot_time()):
+            self._send(ask)
 
     def _begin(self, start: Start) -> None:
         here = {"--run": str(self._folder), "--host": str(self._run.addresses.host)}
@@ -271,6 +339,7 @@ class Agent:
             for handle in self._handles.values():
                 handle.kill()
             self._launcher.close()
+            self._fetcher.close()
 
             if orderly:
                 killed: dict[str, int | None] = {}
@@ -284,6 +353,11 @@ class Agent:
         self._socket.close(linger=_ARRIVES_MS if orderly else 0)
         zmq.Context.instance().term()
         return 0 if orderly else LOST if self._lease is not None else 1
+
+
+def _role(name: str) -> str:
+    """`generator` of `generator.0.2`."""
+    return name.partition(".")[0]
 
 
 class Files:
@@ -302,7 +376,7 @@ class Files:
             seen = all(_looks_like(folder / path.partition("/")[2], file) for path, file in own.items())
             named = hashlib.blake2b(msgspec.json.encode(own), digest_size=16).hexdigest()
             self._folders[name] = folder if seen else cache_folder() / "from_head" / named
-            self.seen &= seen
+            self.seen &= seen or name == "resume"  # which has a path of the head's own
 
         self._wanted: list[str] = []
         self._asked_at = float("-inf")
@@ -310,15 +384,17 @@ class Files:
     def placed(self, run: RunFile) -> RunFile:
         """The run with these folders."""
         found = self._folders
-        return run.model_copy(update={"model_folder": found.get("model"), "teacher_folder": found.get("teacher")})
+        config = run.config.model_copy(update={"resume": found.get("resume")})
+        folders = {"model_folder": found.get("model"), "teacher_folder": found.get("teacher")}
+        return run.model_copy(update=folders | {"config": config})
 
-    def want(self, *, weights: bool) -> None:
-        """A process is to begin that needs them."""
-        needed = [path for path in self._needed(weights) if not self._path(path).exists()]
+    def want(self, role: str) -> None:
+        """A process of this role is to begin, which needs them."""
+        needed = [path for path in self._needed(role) if not self._path(path).exists()]
         self._wanted += [path for path in needed if path not in self._wanted]
 
-    def are_there(self, *, weights: bool) -> bool:
-        return not set(self._needed(weights)) & set(self._wanted)
+    def are_there(self, role: str) -> bool:
+        return not set(self._needed(role)) & set(self._wanted)
 
     def ask(self, now: float) -> Ask | None:
         """What is to be asked for next, unless it was asked for just now."""
@@ -348,8 +424,12 @@ class Files:
         partial.rename(self._path(part.file))
         del self._wanted[0]
 
-    def _needed(self, weights: bool) -> list[str]:
-        return [path for path in self._files if weights or not path.endswith(_WEIGHTS)]
+    def _needed(self, role: str) -> list[str]:
+        """All texts; the checkpoint to begin from, and weights, only who computes with them."""
+        others = [folder for folder, whose in _READ_BY.items() if whose != role]
+        large = [path for path in self._files if path.startswith("resume/") or path.endswith(_WEIGHTS)]
+        spared = {path for path in large if path.partition("/")[0] in others}
+        return [path for path in self._files if path not in spared]
 
     def _path(self, path: str) -> Path:
         folder, _, name = path.partition("/")
@@ -362,7 +442,7 @@ class Files:
 
 def _looks_like(path: Path, file: File) -> bool:
     """Of weights the size decides: reading gigabytes of them would take longer than a lease."""
-    if path.name.endswith(_WEIGHTS):
+    if path.name.endswith((_WEIGHTS, _STATE)):
         return path.is_file() and path.stat().st_size == file.size
     return _is(path, file)
 

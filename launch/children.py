@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch.launcher.protocol import Handle, Launcher
+from launch.launcher.protocol import Found, Handle, Launcher
 from launch.plan import ProcessSpec
 from rl.config.schema import Config
 from rl.wire.messages import Fatal, Heartbeat
@@ -33,6 +33,8 @@ class Child:
     """The newest, or one without progress before the first."""
     identity: bytes = b""
     """Of its control socket."""
+    found: bool = False
+    """Whether another supervisor began it."""
     registered: bool = False
     last_beat: float = 0.0
     progressed: float = 0.0
@@ -121,6 +123,14 @@ def spawn(spec: ProcessSpec, run: RunFile, incarnation: int, launcher: Launcher,
     silent = Heartbeat(spec.role, spec.index, incarnation, progress=-1, busy=False)
     name = run.names.of(spec.role, spec.index, incarnation)
     return Child(spec, incarnation, handle, complete.log, now, silent, name)
+
+
+def adopt(spec: ProcessSpec, run: RunFile, found: Found, now: float) -> Child:
+    """A process of the plan that another supervisor began, alive or not."""
+    log = run.folder / "logs" / f"{spec.name}.{found.incarnation}.log"
+    silent = Heartbeat(spec.role, spec.index, found.incarnation, progress=-1, busy=False)
+    name = run.names.of(spec.role, spec.index, found.incarnation)
+    return Child(spec, found.incarnation, found.handle, log, now, silent, name, found=True)
 
 
 def wait_all(children: Iterable[Child], timeout_s: float) -> list[Child]:

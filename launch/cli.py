@@ -24,6 +24,7 @@
     fresco push runs/math_cpu me/my-model
     fresco join 10.0.0.1:40123 --key agents.key
     fresco leave 10.0.0.1:40123
+    fresco head --resume runs/math_cpu
     fresco doctor
 
 Each command says more with --help.
@@ -181,6 +182,10 @@ def _add_cluster(commands: Any) -> None:
     join.add_argument("--key", required=True, metavar="FILE", help="the run's agents.key; - reads it from stdin")
     join.add_argument("--machine", type=_whole(1), default=0, metavar="N", help="the number it has, if that is free")
     join.set_defaults(call="launch.commands.join:join")
+    head = commands.add_parser("head", help="take the place of a head that died: its agents wait out their lease")
+    head.add_argument("--resume", required=True, type=Path, metavar="RUN", help="its folder, or that of an agent")
+    head.add_argument("overrides", nargs="*", metavar="key=value", help="where it begins anew: network.host=…")
+    head.set_defaults(call="launch.commands.head:resume")
     leave = commands.add_parser("leave", help="let this machine leave a run in good order")
     leave.add_argument("head", help="HOST:PORT, as given to `fresco join`")
     leave.set_defaults(call="launch.commands.join:leave")

@@ -76,8 +76,9 @@ def open_dashboard(run: RunFile) -> Dashboard:
     mode = wandb_mode(tracking.wandb)
     threads: list[Dashboard] = []
     if mode != "disabled":
-        run_id = continued_id(run.config.resume)
-        (run.folder / _ID).write_text(run_id)
+        own = run.folder / _ID  # which is there when another head began the run
+        run_id = own.read_text().strip() if own.exists() else continued_id(run.config.resume)
+        own.write_text(run_id)
         threads.append(BoardThread(lambda: WandbBoard(tracking, mode, run, run_id), run.folder))
 
     if "tensorboard" in tracking.boards:

@@ -477,6 +477,11 @@ def _only_start(folder: Path) -> Iterator[None]:
         lock.release()
 
 
+def hold(folder: Path, name: str) -> None:
+    """Keep others from going on with the run of this folder while this process lives. Raises ConfigError."""
+    _locks[folder] = _lock(folder / "lock", name)
+
+
 def _lock(path: Path, name: str) -> FileLock:
     """The lock of a run of this name while it goes on. Raises ConfigError when another process has it."""
     lock = FileLock(path)

@@ -33,7 +33,7 @@ def with_checkpoint(config: Config) -> Config:
     if asked not in ("", AUTO):
         return _of_folder(config)
 
-    newest = _newest(folder)
+    newest = newest_checkpoint(folder)
     if newest is None or (not asked and _has_ended(folder, newest, config)):
         return config.model_copy(update={"resume": None})
     step = read_meta(newest).step
@@ -66,13 +66,13 @@ def _of_folder(config: Config) -> Config:
     assert config.resume is not None
     if not (config.resume / "checkpoints").is_dir():
         return config
-    newest = _newest(config.resume)
+    newest = newest_checkpoint(config.resume)
     if newest is None:
         raise ConfigError(f"resume={str(config.resume)!r}: a run without a complete checkpoint; leave it out")
     return config.model_copy(update={"resume": newest})
 
 
-def _newest(folder: Path) -> Path | None:
+def newest_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint of a run: its own, else that with which it began."""
     if (own := latest(folder / "checkpoints")) is not None:
         return own

@@ -58,6 +58,17 @@ class Observed:
             if "eval/accuracy" in row:
                 self.evals.append((row["step"], row["eval/accuracy"]))
 
+    def take_over(self, history: list[dict[str, Any]], alarms: list[RaisedAlarm], now: float) -> None:
+        """Take up what another supervisor of this run has seen. Time without one does not count."""
+        self.go_on(history)
+        trained = [row for row in history if "train/loss" in row and row["step"] > self.step]
+        if trained:
+            self.first_update_s = trained[0]["time"] - self.started_at
+            self.trained = max((row["version/timeline"], row["step"]) for row in trained)
+            self.step = self.trained[1]
+        self.alarms = {alarm.name: alarm for alarm in alarms}
+        self.started_at = now
+
     def is_news(self, step: int, values: dict[str, float]) -> bool:
         """Whether this batch was not trained before. After a death the learner trains those since its checkpoint again,
         and unless it begins a new timeline, everything comes out as it was.

@@ -21,18 +21,18 @@ from pkgutil import resolve_name
 
 import zmq
 
-from launch.children import Child, Exits, end_all, log_tail, most_restarts, spawn, wait_all
+from launch.children import Child, Exits, adopt, end_all, log_tail, most_restarts, spawn, wait_all
 from launch.dashboard import open_dashboard
 from launch.heard import check_said
 from launch.launcher.address_book import AddressBook, Told
 from launch.launcher.local import LocalLauncher
-from launch.launcher.protocol import Launcher
+from launch.launcher.protocol import Found, Launcher
 from launch.live import Display
 from launch.plan import ProcessSpec
 from launch.sittings import read_rows
 from launch.summary import Children, Observed, build_summary, reserve_summary, write_summary
 from rl.config.failures import ENDS_RUN
-from rl.observe.alarms import Clock, RaisedAlarm, keep_alarm, limit, line
+from rl.observe.alarms import Clock, RaisedAlarm, keep_alarm, limit, line, read_alarms
 from rl.observe.trace import Trace
 from rl.observe.trace_events import AlarmShown, ProcessDied, ProcessStarted, RunEnded
 from rl.observe.tracking import Tracker
@@ -70,6 +70,7 @@ class Supervisor:
         self._config = run.config
         self._plan = plan
         self._launcher = launcher or LocalLauncher(run)
+        self._found: dict[str, Found] = getattr(self._launcher, "found", {})
         self._children: Children = {}
 
         self._ended = False  # some process has, and was not looked at yet
@@ -88,8 +89,13 @@ class Supervisor:
         self._exits = Exits()
         self._receiver = Receiver({self._socket: self._handle}, Malformed("supervisor"), self._exits.fileno())
         self._tracker = Tracker(run.folder, open_dashboard(run))
+
         self._observed = Observed(run.started_at, run.start_step)
-        self._observed.go_on(read_rows(run.folder))
+        if self._found:
+            self._observed.take_over(list(read_rows(run.folder)), read_alarms(run.folder), time.time())
+        else:
+            self._observed.go_on(read_rows(run.folder))
+
         self._display = Display(run, self._observed)
         self._trace = Trace(run.folder, "supervisor", 0, 0, run.config.tracking.trace)
         self._clock = Clock(time.time(), time.monotonic())
@@ -108,7 +114,10 @@ class Supervisor:
             reserve_summary(self._run.folder / "summary.json")
             # Those that take seconds to import come last: a launcher may still have it done for them.
             for spec in sorted(self._plan, key=lambda each: bool(each.imports)):
-                self._spawn(spec, 0)
+                if (found := self._found.get(spec.name)) is not None:
+                    self._adopt(spec, found)
+                else:
+                    self._spawn(spec, 0)
             self._watch()
 
         except RunFailed as failure:
@@ -161,6 +170,15 @@ class Supervisor:
         self._children[spec.role, spec.index] = child
         self._exits.watch(child.handle)
         self._trace.add(ProcessStarted(spec.role, spec.index, incarnation))
+
+    def _adopt(self, spec: ProcessSpec, found: Found) -> None:
+        """A process that another supervisor began. If it has ended, it is replaced as any other. Whoever registers
+        anew hears of all deaths before, some of which may have been told to nobody."""
+        child = self._children[spec.role, spec.index] = adopt(spec, self._run, found, self._now())
+        self._exits.watch(child.handle)
+        names = self._run.names
+        earlier = [messages.PeerDied(spec.role, spec.index, number) for number in range(found.incarnation)]
+        self._book.died({names.of(each.role, each.index, each.incarnation): each for each in earlier})
 
     def _watch(self) -> None:
         while not all(map(self._has_finished, self._reporters)):
@@ -290,7 +308,7 @@ class Supervisor:
             elif not child.registered:
                 if now - child.started > limits.start_s:
                     child.kill(f"did not start within timeouts.start_s={limits.start_s:g} s")
-                    if child.incarnation == 0:  # nobody like it has worked yet: it would come again
+                    if child.incarnation == 0 and not child.found:  # nobody like it has worked yet: it would come again
                         raise RunFailed(f"{child.name} {child.why_killed}", log_tail(child.log))
             elif now - child.last_beat > limits.hang_s:
                 child.kill(f"no heartbeat for {limits.hang_s:g} s")
@@ -303,7 +321,7 @@ class Supervisor:
         process ends by itself.
         """
         child.last_words = message
-        worked = child.incarnation > 0 or child.beat.progress > 0
+        worked = child.incarnation > 0 or child.found or child.beat.progress > 0
         stays = message.ends_run and child.spec.role not in _WORKERS
         if (stays or not worked) and not self._rank_killed_beside(child):
             raise RunFailed(f"{child.name}: {message.message}", message.detail)

@@ -32,6 +32,7 @@ class Run:
     def __init__(self, machines: Machines, runs: Path, recipe: str, *overrides: str) -> None:
         self.machines = machines
         self.folder = runs / recipe
+        self.recipe = recipe
         self.environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         told = ("network.transport=tcp", f"network.host={machines.address(1)}", "cluster.nodes=4", PLACE)
         command = [sys.executable, "-m", "launch.cli", "run", recipe, f"runs={runs}", f"cluster.lease_s={LEASE_S:g}"]
@@ -40,17 +41,18 @@ class Run:
             self.head = machines.begin(
                 1, [*command, *told, *overrides], cwd=ROOT, env=self.environment, stdout=log, stderr=log
             )
-        self.address = self._address()
         self.agents: dict[int, subprocess.Popen[str]] = {}
-        for number in (1, 2, 3, 4):
-            self.join(number)
+        self.join_all(1, 2, 3, 4)
 
-    def _address(self) -> str:
+    def join_all(self, *numbers: int) -> None:
         def found() -> list[str]:
             return re.findall(r"fresco join (\S+)", self.log.read_text())
 
-        wait_for(lambda: bool(found()), self.told)
-        return found()[0]
+        wait_for(lambda: bool(found()) or self.head.poll() is not None, self.told)
+        assert found(), self.told()
+        self.address = found()[0]
+        for number in numbers:
+            self.join(number)
 
     def join(self, number: int) -> None:
         command = [sys.executable, "-m", "launch.cli", "join", self.address, "--key", "-", "--machine", str(number)]
@@ -58,11 +60,14 @@ class Run:
         self.agents[number] = agent = self.machines.begin(
             number, command, cwd=self._home(number), env=self.environment, stdin=subprocess.PIPE, stdout=log, stderr=log
         )
-        key = (self.folder / "agents.key").read_text()
+        key = self.key()
         pipe: IO[str] | None = agent.stdin
         assert pipe is not None
         pipe.write(key)
         pipe.close()
+
+    def key(self) -> str:
+        return (self.folder / "agents.key").read_text()
 
     def _home(self, number: int) -> str:
         self.machines.run(number, "mkdir -p /tmp/home")

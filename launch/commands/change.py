@@ -73,6 +73,8 @@ def _live(folder: Path) -> RunFile:
         raise ConfigError(
             f"{str(folder)!r}: it does not go on; fresco run with resume=CHECKPOINT changes what it likes"
         )
+    if run.config.cluster.count and not (folder / "versions.jsonl").exists():
+        raise ConfigError(f"{str(folder)!r}: its learner stands on a machine that does not see this folder")
     if run.config.learner.kind == "simulated" and run.config.learner.ranks > 1:
         raise ConfigError("learner.kind=simulated changes nothing with more than one rank")
     return run

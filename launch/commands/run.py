@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 
 from launch.cpu.fork_server import begin_as_copies
 from launch.dry_run import print_plan
@@ -18,7 +19,7 @@ from launch.preflight import Preflight, check, make_run
 from launch.provenance import write_provenance
 from launch.sittings import with_checkpoint
 from launch.supervisor import Supervisor
-from rl.config.schema import ConfigError, load_config
+from rl.config.schema import Config, ConfigError, load_config
 from rl.store.made_once import waited_s
 from rl.wire.run import RunFile
 
@@ -36,10 +37,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     changes = " ".join(arguments.overrides)
     print(f"{arguments.recipe}{' with ' if changes else ''}{changes}", flush=True)
+    return begin_run(config, arguments.recipe, started)
+
+
+def begin_run(config: Config, recipe: Path, started: float) -> int:
+    """A run of this configuration, to its end. Returns the exit code of `execute`. Raises ConfigError."""
     with begin_as_copies(config) as begin:
         checked = check(config, dry=False, begin=begin)
         run = make_run(checked, started + waited_s())  # seconds count without the wait for another's cache
-        write_provenance(run.folder, arguments.recipe, config, run)
+        write_provenance(run.folder, recipe, config, run)
         print(f"configuration: {run.folder / 'config.yaml'}", flush=True)
         return execute(run, checked, begin)
 

@@ -3,6 +3,9 @@
 The head decides what stands where, an agent (`agent.py`) does it. A thread talks with the agents, so that a busy head
 keeps their leases alive. A process is dead when its agent has said so, or when the lease of its machine has been over
 for so long that nothing can run there (`members.py`).
+
+A head that takes the place of one that died (`before`) is reached where that one was. It asks the agents that hold a
+lease what they have, and goes on with it.
 """
 
 from __future__ import annotations
@@ -13,17 +16,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 import zmq
 
+from launch.launcher.copying import Copying
 from launch.launcher.engines import Agents, begin_agents
+from launch.launcher.head_file import Before, Began, HeadFile, Listens, Machine, Ranks
 from launch.launcher.local import Begin, LocalLauncher, begin_process
-from launch.launcher.members import AT_HEAD, Member, Members
+from launch.launcher.members import AT_HEAD, KEEPS, Member, Members
 from launch.launcher.node_messages import (
     CHUNK_BYTES,
     KEY_FILE,
     Ask,
+    Back,
     Beat,
     File,
     FromAgent,
@@ -32,17 +38,20 @@ from launch.launcher.node_messages import (
     Orders,
     Part,
     Refused,
-    Start,
+    Sent,
     Welcome,
+    Who,
     agent_socket,
     boot_time,
     code_hash,
     codec,
     start_folders,
 )
-from launch.launcher.protocol import Handle, Node, Spec
+from launch.launcher.protocol import Found, Handle, Node, Spec
+from launch.launcher.remote import RemoteHandle
 from rl.config.schema import ConfigError
-from rl.store.digests import file_digest
+from rl.observe.trace import boot_id
+from rl.store.digests import file_digest, written_digests
 from rl.wire.codec import ProtocolError
 from rl.wire.process import clear_event
 from rl.wire.receiving import Malformed, Receiver
@@ -56,16 +65,18 @@ _ANYWHERE = Node("a machine of the cluster", "0.0.0.0")
 
 
 class ClusterLauncher:
-    """begin: how the head's own children begin. Waits until the machines of the plan are there.
+    """begin: how the head's own children begin. Waits until the machines of the plan are there; in the place of a head
+    `before`, until those that were there are back, or their leases are over.
 
-    Raises ConfigError if they are not within `timeouts.start_s`.
+    Raises ConfigError if they are not within `timeouts.start_s`, or the port of the head before is taken.
     """
 
-    def __init__(self, run: RunFile, begin: Begin = begin_process) -> None:
+    def __init__(self, run: RunFile, begin: Begin = begin_process, before: Before | None = None) -> None:
         cluster = run.config.cluster
         self._run = run
         self._local = LocalLauncher(run, begin)
         self._members = Members(cluster.count, cluster.fence_s, cluster.place)
+        self._copying = Copying(run, self._send)
         self._handles: dict[str, RemoteHandle] = {}
         self._lock = threading.RLock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -74,17 +85,28 @@ class ClusterLauncher:
         self._code = code_hash()
         self._files = _files_of(run)
 
-        make_curve_key(run.folder, KEY_FILE)
-        self._socket = agent_socket(zmq.ROUTER, key_pair((run.folder / KEY_FILE).read_bytes()))
-        self._socket.bind(f"tcp://{numeric(run.config.network.host)}:*")
+        self.found: dict[str, Found] = {}
+        self._returning = set(before.agents) if before is not None else set()
+        self._is_open = before is None
+        """Whether others than those of the head before may join."""
+        self._file = HeadFile(run.folder)
+        self._has_said_where = False
+
+        if before is None:
+            make_curve_key(run.folder, KEY_FILE)
+            run.make_names()
+        self._socket = self._listen(before.listens if before is not None else None)
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
         self._thread = threading.Thread(target=self._serve, name="agents", daemon=True)
         self._thread.start()
 
         self._engine = Agents()
         try:
-            self._engine = begin_agents(run, self.address)
-            self._await_machines()
+            if before is None:
+                self._engine = begin_agents(run, self.address)
+                self._await_machines()
+            else:
+                self._await_return(before)
         except BaseException:
             self.close()
             raise
@@ -93,23 +115,103 @@ class ClusterLauncher:
         """Broker and proxy stand here; of all others it is decided when they start."""
         return self._local.place(role, index) if role in AT_HEAD else _ANYWHERE
 
+    @property
+    def is_back(self) -> bool:
+        """Whether any machine of the head before is there."""
+        return bool(self._members.by_agent)
+
     def start(self, spec: Spec, node: Node) -> Handle:
         """A child of this process, or of an agent. Where no machine has room for it, it starts once one has."""
+        if not self._has_said_where:
+            self._has_said_where = True
+            control = self._run.address_of("control") or self.address
+            self._file.write(Listens(_port(self.address), _port(control), boot_id()))
+        self._file.write(Began(spec.name))
         if node is not _ANYWHERE:
             return self._local.start(spec, node)
         with self._lock:
-            handle = self._handles[spec.name] = RemoteHandle(spec, self._lock, self._wake)
+            handle = self._handles[spec.name] = self._remote(spec)
             self._find_room(handle)
         self._wake()
         return handle
 
     def close(self) -> None:
-        """Every agent ends with what is left of its processes, and so do those that brought it."""
+        """Every agent ends with what is left of its processes, and so do those that brought it. No head comes after."""
+        self._await_copies()
         self._closing = True
         self._wake()
         self._thread.join(_ENDS_S + 2)
         self._engine.close()
         self._local.close()
+        self._copying.close()
+        self._file.remove()
+
+    def _await_copies(self) -> None:
+        """What the learner's machine has made is worth a wait, as long as it comes."""
+        patience_s = self._run.config.timeouts.hang_s
+        said = ""
+        while (name := self._copying.still_to_come(self._members.by_agent)) and self._thread.is_alive():
+            if name != said:
+                print(f"copying {name} from the learner's machine", flush=True)
+            if boot_time() > self._copying.heard + patience_s:
+                print(
+                    f"! {name} was not copied: nothing came for {patience_s:g} s; it stands on its machine", flush=True
+                )
+                return
+            said = name
+            time.sleep(_TURN_S)
+
+    def _listen(self, known: Listens | None) -> zmq.SyncSocket:
+        """Where agents find the head: at a free port, or at the known one."""
+        host = numeric(self._run.config.network.host)
+        if known is not None:
+            self._run.addresses.ports["control"] = known.control
+        listener = agent_socket(zmq.ROUTER, key_pair((self._run.folder / KEY_FILE).read_bytes()))
+        try:
+            listener.bind(f"tcp://{host}:{known.agents if known is not None else '*'}")
+        except zmq.ZMQError as error:
+            listener.close(linger=0)
+            where = f"{host}:{known.agents if known is not None else '*'}"
+            raise ConfigError(f"network.host={host!r}: {where}, where agents look for the head: {error}") from None
+        return listener
+
+    def _await_return(self, before: Before) -> None:
+        """Until all agents that were there are back, or the lease of every other one is over."""
+        cluster = self._run.config.cluster
+        if before.ranks is not None:
+            self._copying.go_on(before.ranks.encode())
+        print(f"waiting for {len(before.agents)} machines, at most {cluster.fence_s:g} s", flush=True)
+        until = boot_time() + cluster.fence_s
+        while boot_time() < until and not self._joined.wait(_TURN_S):
+            pass
+
+        with self._lock:
+            for agent in self._returning:
+                self._file.write(Machine(agent, there=False))
+            self._returning.clear()
+            self._is_open = True
+            for process, newest in before.newest.items():
+                self.found[process] = self._found(process, newest)
+
+    def _found(self, process: str, newest: int) -> Found:
+        """What has become of it. Of earlier incarnations nothing may be left."""
+        for name, handle in self._handles.items():
+            earlier, _, incarnation = name.rpartition(".")
+            if earlier == process and int(incarnation) < newest:
+                handle.kill()
+
+        name = f"{process}.{newest}"
+        if name not in self._handles:
+            self._handles[name] = self._remote(Spec(name, "", (), {}, self._log(name)))
+            self._handles[name].waits = False
+            self._handles[name].ended(-signal.SIGKILL, "ended while the run had no head")
+        return Found(newest, self._handles[name])
+
+    def _remote(self, spec: Spec) -> RemoteHandle:
+        return RemoteHandle(spec, self._lock, self._wake)
+
+    def _log(self, name: str) -> Path:
+        return self._run.folder / "logs" / f"{name}.log"
 
     def _await_machines(self) -> None:
         wanted = self._run.config.cluster.count
@@ -125,13 +227,6 @@ class ClusterLauncher:
                 raise ConfigError(
                     f"cluster.nodes: {there} of {wanted} machines have joined within timeouts.start_s="
                     f"{self._run.config.timeouts.start_s:g} s"
-                )
-
-        with self._lock:
-            if not any(each.sees for each in self._members.by_agent.values()):
-                raise ConfigError(
-                    f"runs={str(self._run.config.runs)!r}: no machine sees this folder of the head, where a learner's "
-                    "checkpoints stand; share it with one at least, or let the head's machine join as well"
                 )
 
     def _wake(self) -> None:
@@ -154,6 +249,7 @@ class ClusterLauncher:
                     self._gone(member, f"its machine {member.number} is lost: no contact for its lease")
                 for member in self._members.by_agent.values() if news or self._closing else ():
                     self._order(member, beat=None)
+                self._copying.turn()
             if self._closing:
                 until = min(until, time.monotonic() + _ENDS_S)
         self._socket.close(linger=500)
@@ -162,15 +258,48 @@ class ClusterLauncher:
         with self._lock:
             match message:
                 case Hello():
-                    self._welcome(message, peer)
+                    if self._is_open:
+                        self._welcome(message, peer)
                 case Ask():
                     self._send(peer, self._part(message))
+                case Sent():
+                    self._copying.sent(peer, message)
+                case Part():
+                    self._copying.take(peer, message)
+
+                case Back() if _name(peer) in self._returning and message.run_id == self._run.run_id:
+                    self._come_back(message, peer)
+                case Back():
+                    self._send(peer, Orders(message.number, end=peer not in self._members.by_agent))
                 case Beat():
-                    member = self._members.heard(boot_time(), peer)
-                    if member is None:
-                        self._send(peer, Orders(message.number, end=True))
-                    else:
-                        self._note(member, message)
+                    self._beat(message, peer)
+
+    def _beat(self, beat: Beat, peer: bytes) -> None:
+        member = self._members.heard(boot_time(), peer)
+        if member is not None:
+            self._note(member, beat)
+        elif _name(peer) in self._returning:
+            self._send(peer, Who())
+        else:
+            self._send(peer, Orders(beat.number, end=True))
+
+    def _come_back(self, back: Back, peer: bytes) -> None:
+        """An agent that has outlived the head before, with what runs there."""
+        member = self._members.returned(boot_time(), peer, back.machine, back.gpus)
+        member.sees = back.sees
+        self._run.make_names(back.names)
+
+        for name, gpus in back.holds.items():
+            handle = self._handles[name] = self._remote(Spec(name, "", (), {}, self._log(name), tuple(gpus)))
+            handle.waits = handle.unsaid = False
+            handle.log_bytes = back.held.get(name, 0)
+            self._members.keep(member, name, gpus)
+
+        print(f"machine {member.number} is back, with {', '.join(back.holds) or 'nothing'}", flush=True)
+        self._order(member, Beat(back.number, dict.fromkeys(back.holds)))
+        self._returning.discard(_name(peer))
+        if not self._returning:
+            self._joined.set()
 
     def _welcome(self, hello: Hello, peer: bytes) -> None:
         if hello.code != self._code:
@@ -178,11 +307,15 @@ class ClusterLauncher:
             return
         news = peer not in self._members.by_agent
         member = self._members.join(boot_time(), peer, hello.gpus, hello.machine)
+
         run = self._run.model_dump_json().encode()
         key = (self._run.folder / RUN_KEY).read_bytes()
         lease_s = self._run.config.cluster.lease_s
-        self._send(peer, Welcome(hello.number, member.number, lease_s, run, key, self._files))
+        names = self._run.names.key
+        self._send(peer, Welcome(hello.number, member.number, lease_s, run, key, names, self._files))
+
         if news:
+            self._file.write(Machine(_name(peer), there=True))
             for name in self._members.away(member.number):
                 self._handles[name].move(f"it goes back to machine {member.number}")
 
@@ -194,6 +327,7 @@ class ClusterLauncher:
             if self._members.complete():
                 self._joined.set()
 
+        self._copying.copies.offered(member.agent, beat.made)
         for name, (offset, data) in beat.logs.items():
             if (handle := self._handles.get(name)) is not None:
                 handle.read(offset, data)
@@ -209,6 +343,7 @@ class ClusterLauncher:
                 self._handles[name].move(f"its machine {member.number} leaves")
         if beat.leaving and not member.holds:
             del self._members.by_agent[member.agent]
+            self._file.write(Machine(_name(member.agent), there=False))
             self._send(member.agent, Orders(beat.number, end=True))
         else:
             self._order(member, beat)
@@ -230,6 +365,7 @@ class ClusterLauncher:
         self._send(member.agent, Orders(beat.number if beat else 0, start, kill, held, end=self._closing))
 
     def _gone(self, member: Member, why: str) -> None:
+        self._file.write(Machine(_name(member.agent), there=False))
         for name in member.holds:
             self._handles[name].ended(-signal.SIGKILL, why)
         self._find_rooms()
@@ -242,14 +378,24 @@ class ClusterLauncher:
         self._wake()
 
     def _find_room(self, handle: RemoteHandle) -> None:
-        handle.waits = self._members.assign(handle.spec.name, len(handle.spec.gpus)) is None
+        name = handle.spec.name
+        if name.startswith(KEEPS) and not self._copying.may_begin(name):
+            return
+
+        member = self._members.assign(name, len(handle.spec.gpus))
+        handle.waits = member is None
+        if member is not None and name.startswith(KEEPS):
+            handle.begin = self._copying.begin(name, b"" if member.sees else member.agent)
+            self._file.write(Ranks(_name(self._copying.copies.place or b"")))
 
     def _send(self, peer: bytes, message: FromHead) -> None:
         with contextlib.suppress(PeerGone, zmq.Again):
             send_frames_to(self._socket, peer, codec.encode(message))
 
     def _part(self, ask: Ask) -> Part:
-        """Raises ProtocolError for what is no file of the run's beginning."""
+        """Raises ProtocolError for what is no file that an agent may want."""
+        if (part := self._copying.part(ask)) is not None:
+            return part
         if ask.file not in self._files or ask.offset < 0:
             raise ProtocolError(f"{ask.file!r} is no file that the run begins with")
         folder, _, name = ask.file.partition("/")
@@ -258,83 +404,19 @@ class ClusterLauncher:
             return Part(ask.file, ask.offset, file.read(CHUNK_BYTES))
 
 
-class RemoteHandle:
-    """A process on another machine. The launcher's thread says when it has ended."""
-
-    why = ""
-    """Why it ended, where that is no fault of its own: its machine is lost, or leaves."""
-
-    def __init__(self, spec: Spec, lock: threading.RLock, wake: Callable[[], None]) -> None:
-        self.spec = spec
-        self.waits = True
-        """For a machine with room."""
-        self.killed = False
-        self.unsaid = True
-        """Whether its agent is still to be told of it."""
-        self.log_bytes = 0
-        self._code: int | None = None
-        self._lock = lock
-        self._wake = wake
-        self._has_ended = threading.Event()
-        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def poll(self) -> int | None:
-        return self._code
-
-    def kill(self) -> None:
-        """Its agent is told; it may be cut off, and then the lease of its machine decides."""
-        with self._lock:
-            self.killed = self.unsaid = True
-            if self.waits:
-                self.waits = False
-                self.ended(-signal.SIGKILL)
-        self._wake()
-
-    def wait(self, timeout_s: float) -> int | None:
-        self._has_ended.wait(timeout_s)
-        return self._code
-
-    def fileno(self) -> int:
-        return self._event_fd
-
-    def __del__(self) -> None:
-        os.close(self._event_fd)
-
-    # ------------------------------------------------------------ for the launcher's thread
-
-    def move(self, why: str) -> None:
-        """It is to end here and to begin elsewhere."""
-        self.why = why
-        self.kill()
-
-    def ended(self, code: int, why: str = "") -> None:
-        if self._code is None:
-            self.why = self.why or why
-            self._code = code
-            self._has_ended.set()
-            os.eventfd_write(self._event_fd, 1)
-
-    def read(self, offset: int, data: bytes) -> None:
-        """What follows in its log. A part that was left out has a line instead."""
-        if offset < self.log_bytes:
-            return
-        with self.spec.log.open("ab" if self.log_bytes else "wb") as log:
-            if offset > self.log_bytes:
-                log.write(f"\n({offset - self.log_bytes} bytes stand on its machine)\n".encode())
-            log.write(data)
-        self.log_bytes = offset + len(data)
-
-    def as_start(self, gpus: tuple[str, ...]) -> Start:
-        """What an agent is told of it. gpus: those that it has there."""
-        environment = dict(self.spec.environment)
-        if "CUDA_VISIBLE_DEVICES" in environment:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        return Start(self.spec.name, self.spec.module, list(self.spec.arguments), environment)
-
-
 def _files_of(run: RunFile) -> dict[str, File]:
     found = {}
     for name, folder in start_folders(run).items():
+        known = written_digests(folder)
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            found[f"{name}/{path.relative_to(folder)}"] = File(path.stat().st_size, file_digest(path))
+            below = str(path.relative_to(folder))
+            found[f"{name}/{below}"] = File(path.stat().st_size, known.get(below) or file_digest(path))
     return found
+
+
+def _name(agent: bytes) -> str:
+    return agent.decode(errors="replace")
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])

@@ -81,6 +81,17 @@ class Members:
             self.by_agent[agent] = Member(agent, number, list(gpus), now + self._patience_s)
         return self.by_agent[agent]
 
+    def returned(self, now: float, agent: bytes, number: int, gpus: Iterable[str]) -> Member:
+        """A machine that belonged to the head before is there, under the number that it had."""
+        member = self.by_agent[agent] = Member(agent, number, list(gpus), now + self._patience_s)
+        return member
+
+    def keep(self, member: Member, name: str, gpus: Iterable[str]) -> None:
+        """A process stands there already."""
+        member.holds[name] = tuple(gpus)
+        member.free = [gpu for gpu in member.free if gpu not in member.holds[name]]
+        self._homes.setdefault(_process(name), member.number)
+
     def heard(self, now: float, agent: bytes) -> Member | None:
         """A beat was received. None: it was taken for lost, and must end."""
         member = self.by_agent.get(agent)
@@ -101,10 +112,9 @@ class Members:
         nobody has room for it.
 
         With GPUs the first that has enough free, so that ranks stand together; else the one with the fewest processes.
+        For ranks one that sees the head's folder, if there is one.
         """
         staying = [each for each in self.by_agent.values() if not each.leaving and len(each.free) >= gpus]
-        if name.startswith(KEEPS):
-            staying = [each for each in staying if each.sees]
         planned = [each for each in staying if each.number <= self._nodes] or staying
         named = self._place.get(name.partition(".")[0])
         allowed = [each for each in planned if named is None or each.number in named] or planned
@@ -112,7 +122,11 @@ class Members:
         if not allowed:
             return None
 
-        chosen = min(allowed, key=lambda each: (each.number != home, 0 if gpus else len(each.holds), each.number))
+        def cost(each: Member) -> tuple[object, ...]:
+            copied = name.startswith(KEEPS) and not each.sees
+            return each.number != home, copied, 0 if gpus else len(each.holds), each.number
+
+        chosen = min(allowed, key=cost)
         self._homes.setdefault(_process(name), chosen.number)
         chosen.holds[name] = tuple(chosen.free[:gpus])
         del chosen.free[:gpus]

@@ -25,6 +25,13 @@ _ROOT = Path(__file__).parents[2]
 _LIMIT_BYTES = 4 * CHUNK_BYTES
 
 
+class File(Struct, frozen=True, array_like=True):
+    """A file that a run begins with."""
+
+    size: int
+    digest: str
+
+
 class Hello(Struct, frozen=True, tag="hello"):
     """An agent is there. `number` counts how often it has said so."""
 
@@ -42,20 +49,34 @@ class Beat(Struct, frozen=True, tag="beat"):
     logs: dict[str, tuple[int, bytes]] = {}  # where the bytes stand in the log, and what follows there
     sees: bool = True  # the head's folder of the run, and those that it begins with
     leaving: bool = False
+    made: dict[str, str] = {}  # whole folders of a run that stands here alone, with the digest of their digests
+
+
+class Back(Struct, frozen=True, tag="back"):
+    """The answer to Who: what a head that has just begun must know of a machine that belonged to the one before."""
+
+    number: int  # of a beat
+    run_id: str
+    machine: int
+    gpus: list[str]
+    sees: bool
+    names: bytes  # as in Welcome
+    holds: dict[str, list[str]]  # the processes that live there, with their GPUs
+    held: dict[str, int]  # as in Orders
+
+
+class Sent(Struct, frozen=True, tag="sent"):
+    """The answer to Want: the files of the folder; none where it is gone."""
+
+    name: str
+    files: dict[str, File]  # by path, as `checkpoints/step-40/meta.json`
 
 
 class Ask(Struct, frozen=True, tag="ask"):
-    """A part of a file of the model, where the agent has none."""
+    """A part of a file that the other side has: of the model, or of a folder that it sends."""
 
     file: str
     offset: int
-
-
-class File(Struct, frozen=True, array_like=True):
-    """A file that a run begins with."""
-
-    size: int
-    digest: str
 
 
 class Welcome(Struct, frozen=True, tag="welcome"):
@@ -66,13 +87,33 @@ class Welcome(Struct, frozen=True, tag="welcome"):
     lease_s: float
     run: bytes  # run.json
     key: bytes  # of the run's sockets
+    names: bytes  # the key of its names, which stands in no file: a head that comes back has it from its agents
     files: dict[str, File]  # by path, below the folders that run.json names: `model/config.json`
+
+
+class Who(Struct, frozen=True, tag="who"):
+    """The answer to a Beat of an agent that is not known to a head that has come back."""
 
 
 class Refused(Struct, frozen=True, tag="refused"):
     """The answer to a Hello that cannot be."""
 
     reason: str
+
+
+class Want(Struct, frozen=True, tag="want"):
+    """The head lacks a folder that a machine has made."""
+
+    name: str
+
+
+class Begin(Struct, frozen=True, tag="begin"):
+    """From what the ranks begin where they did not stand before; what they find there otherwise is to go."""
+
+    timeline: int
+    name: str  # of the checkpoint that counts; empty: none does
+    digest: str  # of its digests
+    files: dict[str, File]
 
 
 class Start(Struct, frozen=True, tag="start"):
@@ -82,6 +123,7 @@ class Start(Struct, frozen=True, tag="start"):
     module: str
     arguments: list[str]
     environment: dict[str, str]
+    begin: Begin | None = None
 
 
 class Orders(Struct, frozen=True, tag="orders"):
@@ -102,8 +144,8 @@ class Part(Struct, frozen=True, tag="part"):
     data: bytes
 
 
-FromAgent = Hello | Beat | Ask
-FromHead = Welcome | Refused | Orders | Part
+FromAgent = Hello | Beat | Back | Sent | Ask | Part
+FromHead = Welcome | Who | Refused | Orders | Want | Ask | Part
 codec: Codec[FromAgent | FromHead] = Codec(FromAgent | FromHead)
 
 
@@ -142,5 +184,5 @@ def boot_time() -> float:
 
 def start_folders(run: RunFile) -> dict[str, Path]:
     """The folders that a run begins with, and that another machine may not have."""
-    folders = {"model": run.model_folder, "teacher": run.teacher_folder}
+    folders = {"model": run.model_folder, "teacher": run.teacher_folder, "resume": run.config.resume}
     return {name: folder for name, folder in folders.items() if folder is not None}

@@ -66,8 +66,17 @@ class Handle(Protocol):
         times a second."""
 
 
+@dataclass(frozen=True)
+class Found:
+    """What became of a process that another supervisor of this run began: its newest incarnation."""
+
+    incarnation: int
+    handle: Handle
+
+
 class Launcher(Protocol):
-    """Called by the supervisor's main thread alone."""
+    """Called by the supervisor's main thread alone. It may have an attribute `found`: processes by their names, as
+    `generator.0`, that were begun for this run before."""
 
     def place(self, role: str, index: int) -> Node:
         """Where the next incarnation of this process stands."""

@@ -15,7 +15,7 @@ import io
 import json
 import pickle
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
+from rl.learner.apart import bring_home
 from rl.models.protocol import PolicyModel, is_frozen
 from rl.store.checkpoint_folder import CheckpointError, Meta, begin, commit, partial_path, read_meta
 from rl.store.digests import DIGESTS, write_digests
@@ -73,12 +74,16 @@ _ALLOWED = {
 Trained = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]  # policy, critic
 
 
-def save(folder: Path, trained: Trained, meta: Meta, journal: bytes, keep: int) -> None:
-    """Write `folder/step-N`; all ranks call it together, `journal` counts on rank 0. Keeps the newest `keep`."""
+def save(folder: Path, trained: Trained, meta: Meta, journal: bytes, keep: int, apart: Sequence[int] = ()) -> None:
+    """Write `folder/step-N`; all ranks call it together, `journal` counts on rank 0. Keeps the newest `keep`. The ranks
+    `apart` have another folder, and bring rank 0 their part."""
     if dist.get_rank() == 0:
         begin(folder, meta.step)
     dist.barrier()
-    save_state(_state(trained), checkpoint_id=partial_path(folder, meta.step) / "state")
+
+    state = partial_path(folder, meta.step) / "state"
+    save_state(_state(trained), checkpoint_id=state)
+    bring_home(state, apart)
     if dist.get_rank() == 0:
         commit(folder, meta, journal, keep)
     dist.barrier()
@@ -91,9 +96,10 @@ class Background:
     has written its part; a death before that leaves the one before.
     """
 
-    def __init__(self, folder: Path, deadline_s: float) -> None:
-        """deadline_s: longest wait for one that is being written."""
+    def __init__(self, folder: Path, deadline_s: float, apart: Sequence[int] = ()) -> None:
+        """deadline_s: longest wait for one that is being written. apart: as for `save`."""
         self._folder = folder
+        self._apart = apart
         self._deadline_s = deadline_s
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))  # training has its own
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -126,6 +132,7 @@ class Background:
 
     def _complete(self, written: Future[Any], meta: Meta, journal: bytes, keep: int) -> None:
         written.result()
+        bring_home(partial_path(self._folder, meta.step) / "state", self._apart, self._group)
         if dist.get_rank() == 0:
             commit(self._folder, meta, journal, keep)
 

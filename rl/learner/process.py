@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config.schema import Config
 from rl.learner import checkpoint
+from rl.learner.apart import ranks_apart
 from rl.learner.changes import is_wished, reachable, read_changes, set_at, settle, take_wish
 from rl.learner.credit import all_reduce, gathered
 from rl.learner.guards import ExactCheck, StepGuards
@@ -131,9 +132,11 @@ class Learner:
         self._watch()
         self.digests = digest_file(run.folder) if process.index == 0 else None
 
+        self.apart = ranks_apart(run.folder)
         self.background: checkpoint.Background | None = None
         if self.config.learner.checkpoints == "background":
-            self.background = checkpoint.Background(run.folder / "checkpoints", self.config.timeouts.hang_s)
+            hang_s = self.config.timeouts.hang_s
+            self.background = checkpoint.Background(run.folder / "checkpoints", hang_s, self.apart)
 
     def _watch(self) -> None:
         """Guards that know of no step yet."""
@@ -205,7 +208,8 @@ class Learner:
         if self.background is not None:
             self.background.save(self.trainer.trained(), meta, journal, keep)
         else:
-            checkpoint.save(self.run.folder / "checkpoints", self.trainer.trained(), meta, journal, keep)
+            folder = self.run.folder / "checkpoints"
+            checkpoint.save(folder, self.trainer.trained(), meta, journal, keep, self.apart)
 
     def client(self) -> Client:
         """Where the batches come from: the broker, or the rows of supervised training."""

@@ -291,7 +291,8 @@ class RunClient(Client):
 
         while True:
             batch_part = self._wait(lambda: self._batch_parts, BatchPart, "broker", deadline_s, what)
-            if batch_part.step == step:  # else it was sent to an earlier incarnation, or again after the broker's death
+            # Else it was sent to an earlier incarnation, or again after the broker's death.
+            if batch_part.step == step and batch_part.timeline >= self.run.timeline:
                 break
         self._waited_s = time.monotonic() - begin
         if self._broker is not None:

@@ -113,10 +113,10 @@ def commit(folder: Path, meta: Meta, journal: bytes, keep: int) -> Path:
     write_synced(partial / "journal.msgpack", journal)
     write_synced(partial / "meta.json", json.dumps(asdict(meta)).encode())
     write_digests(partial, partial / DIGESTS)
-    _sync_folder(partial)
+    sync_folder(partial)
     target = partial.with_suffix("")
     partial.rename(target)
-    _sync_folder(folder)
+    sync_folder(folder)
     for old in _complete(folder)[:-keep]:
         shutil.rmtree(old)
     return target
@@ -134,7 +134,7 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

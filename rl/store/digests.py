@@ -33,6 +33,15 @@ def write_digests(target: Path, kept: Path) -> None:
     write_synced(kept, json.dumps(found | {_ALL: _together(found)}).encode())
 
 
+def written_digests(folder: Path) -> dict[str, str]:
+    """The digests that stand in a folder, by path; none where nobody wrote any."""
+    try:
+        written = dict(json.loads((folder / DIGESTS).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}
+    return {path: digest for path, digest in written.items() if path != _ALL}
+
+
 def digest_of(files: Iterable[Path]) -> str:
     """One digest of the content of several files, whatever their folder is called."""
     return _together({path.name: file_digest(path) for path in sorted(files)})

@@ -20,6 +20,8 @@ class Addresses:
     def __init__(self) -> None:
         self.host: str | None = None
         """Where this process binds, if its launcher has said so."""
+        self.ports: dict[str, int] = {}
+        """The ports at which this process is known already, by socket; others are free ones."""
         self.changes = 0
         """Grows whenever `find` may have another answer."""
         self._lock = threading.Lock()

@@ -45,6 +45,11 @@ class Names:
         take = os.environ.pop if os.environ.get(_NAME, "").startswith(_UNTRUSTED) else os.environ.get
         return cls((take(_NAME, "") or "").encode(), bytes.fromhex(take(_KEY, "") or ""))
 
+    @property
+    def key(self) -> bytes:
+        """Of all names; empty where this process does not have it."""
+        return self._key
+
     def environment(self, role: str, index: int, incarnation: int) -> dict[str, str]:
         """What a process is given to know its name by."""
         if not self._key:

@@ -119,9 +119,13 @@ class RunFile(BaseModel):
         """What its processes are called on the wire. They are not part of the file."""
         return self._names
 
-    def make_names(self) -> None:
-        """To be called by the supervisor, before it starts a process."""
-        self._names = Names.made()
+    def make_names(self, key: bytes = b"") -> None:
+        """To be called by the supervisor, before it starts a process. key: that of a supervisor before, if known; names
+        that are made stay."""
+        if key:
+            self._names = Names(key=key)
+        elif not self._names.key:
+            self._names = Names.made()
 
     @property
     def host(self) -> str:
@@ -134,7 +138,7 @@ class RunFile(BaseModel):
         """Where the socket of this name is bound: over ipc its own name, over tcp a free port of this node."""
         if self.config.network.transport == "ipc":
             return f"ipc://{self.socket_folder}/{name}"
-        return f"tcp://{numeric(self.host)}:*"
+        return f"tcp://{numeric(self.host)}:{self.addresses.ports.get(name, '*')}"
 
     def address_of(self, name: str) -> str | None:
         """Where the socket of this name is reached; None as long as nobody has said so."""

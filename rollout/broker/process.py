@@ -29,7 +29,7 @@ from rl.observe.intervals import success_rates
 from rl.observe.trace import told_since
 from rl.observe.trace_events import TraceEvent
 from rl.store.batch_files import drop_unneeded, read_batch_part, write_batch_part
-from rl.store.checkpoint_folder import read_journal
+from rl.store.checkpoint_folder import read_journal, steps_of
 from rl.wire import messages
 from rl.wire.awake import Awake
 from rl.wire.messages import Message, ProtocolError, Version
@@ -197,9 +197,10 @@ class Broker:
         self._learner = peer
         match message:
             case messages.SaveRequest(_, newest):
-                if newest:
-                    self.core.history.forget(before=newest)
-                    self._drop_batches(before=newest)
+                # What stands on the learner's machine alone may be lost with it.
+                if before := min(newest, max(steps_of(self.process.run.folder / "checkpoints"), default=0)):
+                    self.core.history.forget(before)
+                    self._drop_batches(before)
                 self._saves.append(message)
 
             case messages.BatchRequest(step) if step < self.core.groups.e:

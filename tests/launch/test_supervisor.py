@@ -18,7 +18,7 @@ import pytest
 
 from launch.cpu.fork_server import ForkServer
 from launch.launcher.local import Begun, Command, Files, LocalLauncher, begin_process
-from launch.launcher.protocol import Launcher, Node
+from launch.launcher.protocol import Found, Launcher, Node
 from launch.plan import ProcessSpec
 from launch.supervisor import Supervisor
 from rl.wire.messages import Fatal, Message
@@ -97,6 +97,42 @@ def test_a_healthy_end_may_take_longer_than_that_of_a_run_that_is_stopped(
     code, _ = execute(run, broker="done", learner="done", generator="slow end")
     assert code == 0 and (run.folder / "ended").exists()
     assert "killed after" not in capsys.readouterr().out
+
+
+class Took(LocalLauncher):
+    """Has found processes that were begun before."""
+
+    def __init__(self, run: RunFile) -> None:
+        super().__init__(run, begin)
+        self.found: dict[str, Found] = {}
+
+    def find(self, run: RunFile, spec: ProcessSpec, incarnation: int, *, alive: bool) -> None:
+        node = self.place(spec.role, spec.index)
+        (run.folder / "logs").mkdir(exist_ok=True)
+        handle = self.start(spec.complete(run, incarnation, node), node)
+        if not alive:
+            handle.kill()
+            handle.wait(10)
+        self.found[spec.name] = Found(incarnation, handle)
+
+
+def test_a_supervisor_that_takes_over_goes_on_with_what_lives_and_replaces_what_has_ended(run: RunFile) -> None:
+    """All hear of every death before: it may have been told to nobody."""
+    run.make_names()
+    rows = [{"step": step, "time": time.time(), "train/loss": 0.0, "version/timeline": 0.0} for step in (1, 2)]
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    roles = {"broker": "done3", "generator": "tell", "learner": "done3"}
+    plan = {role: FakeSpec(role, 0, environment={f"FAKE_{role.upper()}": told}) for role, told in roles.items()}
+    launcher = Took(run)
+    launcher.find(run, plan["broker"], 0, alive=False)
+    launcher.find(run, plan["generator"], 2, alive=True)
+    launcher.find(run, plan["learner"], 0, alive=True)
+    assert Supervisor(run, [*plan.values()], launcher).execute() == 0
+
+    logs = {path.stem for path in (run.folder / "logs").iterdir()}
+    assert logs == {"broker.0.0", "broker.0.1", "generator.0.2", "learner.0.0"}
+    assert json.loads((run.folder / "summary.json").read_text())["steps"] == 2
 
 
 def test_a_run_that_failed_ends_in_time(run: RunFile, capsys: pytest.CaptureFixture[str]) -> None:

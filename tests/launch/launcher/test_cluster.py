@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +14,13 @@ import pytest
 import zmq
 
 from launch.launcher.cluster import ClusterLauncher
+from launch.launcher.copies import TIMELINES
+from launch.launcher.folders import Opened, made_in
+from launch.launcher.head_file import Before, Began, HeadFile, Listens, Machine, read_before
 from launch.launcher.node_messages import (
     KEY_FILE,
     Ask,
+    Back,
     Beat,
     FromAgent,
     FromHead,
@@ -23,14 +28,20 @@ from launch.launcher.node_messages import (
     Orders,
     Part,
     Refused,
+    Sent,
+    Want,
     Welcome,
+    Who,
     agent_socket,
     code_hash,
     codec,
 )
 from launch.launcher.protocol import Handle, Spec
 from rl.config.schema import ConfigError, load_config
+from rl.observe.trace import boot_id
+from rl.store.checkpoint_folder import Meta, begin, commit, latest
 from rl.wire.run import RunFile, key_pair
+from rl.wire.sockets import make_curve_key
 from tests.conftest import MakeRun
 
 LEASE_S = 1.0
@@ -39,10 +50,11 @@ M = TypeVar("M", bound=FromHead)
 
 
 class FakeAgent:
-    def __init__(self, launcher: ClusterLauncher, key: bytes, name: bytes = b"agent.1") -> None:
+    def __init__(self, launcher: ClusterLauncher | str, key: bytes, name: bytes = b"agent.1") -> None:
         self.sees = True
+        self.made: dict[str, str] = {}
         self.socket = agent_socket(zmq.DEALER, key_pair(key), name)
-        self.socket.connect(f"tcp://{launcher.address}")
+        self.socket.connect(f"tcp://{launcher if isinstance(launcher, str) else launcher.address}")
         self.beats = 0
 
     def say(self, message: FromAgent) -> None:
@@ -65,7 +77,7 @@ class FakeAgent:
     def beat(self, leaving: bool = False, **states: int | None) -> Orders:
         self.beats += 1
         named = {".".join(name.rsplit("_", 2)): code for name, code in states.items()}
-        self.say(Beat(self.beats, named, {}, self.sees, leaving))
+        self.say(Beat(self.beats, named, {}, self.sees, leaving, self.made))
         return self.hear(Orders, lambda orders: orders.beat == self.beats)
 
 
@@ -247,27 +259,125 @@ def test_a_machine_without_the_model_asks_for_its_files(
     head.launcher.close()
 
 
-def test_without_a_machine_that_sees_the_runs_folder_nobody_could_train(
-    run: RunFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    head = Head(run, monkeypatch)
-    agent = FakeAgent(head.launcher, head.key)
-    agent.sees = False
-    joined = threading.Thread(target=agent.join)
-    joined.start()
-    while head.thread.is_alive():
-        head.thread.join(0.1)
-        head.launcher._members.by_agent.clear() if head.launcher._closing else None
-    joined.join()
-    assert "no machine sees this folder" in str(head.failed[0])
-
-
 def test_a_run_whose_machines_do_not_come_says_how_many_did(run: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
     run.config.timeouts.start_s = 0.2
     head = Head(run, monkeypatch)
     head.thread.join(PATIENCE_S)
     (error,) = head.failed
     assert isinstance(error, ConfigError) and "0 of 1 machines have joined within timeouts.start_s=0.2" in str(error)
+
+
+def test_what_an_unshared_learner_saves_is_copied_and_fetched_where_its_ranks_go_on(head: Head, tmp_path: Path) -> None:
+    folder = tmp_path / "there" / "checkpoints"
+    begin(folder, 4)
+    commit(folder, Meta(4, 0, 1), b"journal", keep=2)
+    agent = FakeAgent(head.launcher, head.key)
+    agent.sees = False
+    agent.join()
+    head.start("learner.0.0")
+    (start,) = agent.beat().start
+    assert start.begin is None
+
+    stranger = FakeAgent(head.launcher, head.key, b"agent.2")
+    stranger.sees = False
+    stranger.join()
+    stranger.made = {"checkpoints/step-9": "of a machine without ranks"}
+    stranger.beat()
+    agent.made = made_in(tmp_path / "there")
+    agent.beat(learner_0_0=None)
+    want = agent.hear(Want)
+    assert want.name == "checkpoints/step-4"
+    opened = Opened(tmp_path / "there", want.name)
+    agent.say(Sent(want.name, opened.files))
+    for _ in opened.files:
+        agent.say(opened.part(agent.hear(Ask)))
+    until = time.monotonic() + PATIENCE_S
+    while latest(head.run.folder / "checkpoints") is None:
+        assert time.monotonic() < until
+        stranger.beat()
+        time.sleep(0.05)
+
+    agent.socket.close()
+    while head.launcher._members.by_agent.keys() != {b"agent.2"}:  # its lease is over
+        stranger.beat()
+        time.sleep(0.1)
+    head.start("learner.0.1")
+    (start,) = stranger.beat().start
+    assert start.begin is not None and start.begin.timeline == TIMELINES and start.begin.files == opened.files
+    for file in opened.files:
+        stranger.say(Ask(file, 0))
+        assert stranger.hear(Part) == opened.part(Ask(file, 0))
+
+
+def test_agents_of_the_head_before_come_back_with_what_lives_there(run: RunFile) -> None:
+    make_curve_key(run.folder, KEY_FILE)
+    key = (run.folder / KEY_FILE).read_bytes()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    written = HeadFile(run.folder)
+    written.write(Listens(port, 1, boot_id()))
+    for number in (1, 2, 3):
+        written.write(Machine(f"agent.{number}", there=True))
+    written.write(Machine("agent.3", there=False))
+    for name in ("broker.0.0", "generator.0.0", "env_server.0.0", "generator.0.1"):
+        written.write(Began(name))
+
+    made: list[ClusterLauncher] = []
+    thread = threading.Thread(target=lambda: made.append(ClusterLauncher(run, before=read_before(run.folder))))
+    thread.start()
+    address = f"127.0.0.1:{port}"
+    agent = FakeAgent(address, key)
+    agent.say(Beat(7, {"generator.0.0": None, "generator.0.1": None}))
+    agent.hear(Who)
+    holds = {"generator.0.0": ["0"], "generator.0.1": ["1"]}
+    agent.say(Back(8, run.run_id, 5, ["0", "1", "2"], True, b"n" * 32, holds, {"generator.0.1": 4}))
+    assert agent.hear(Orders).beat == 8
+
+    other_run, gone = FakeAgent(address, key, b"agent.2"), FakeAgent(address, key, b"agent.3")
+    other_run.say(Back(1, "another", 2, [], True, b"x" * 32, {}, {}))
+    gone.say(Beat(1, {}))
+    assert other_run.hear(Orders).end and gone.hear(Orders).end
+    late = FakeAgent(address, key, b"agent.4")
+    late.say(Hello(0, [], code_hash()))
+
+    while thread.is_alive():
+        agent.beat(generator_0_0=None, generator_0_1=None)
+        thread.join(0.1)
+    (launcher,) = made
+    found = launcher.found
+    assert launcher.is_back and {name: each.incarnation for name, each in found.items()} == {
+        "broker.0": 0,
+        "generator.0": 1,
+        "env_server.0": 0,
+    }
+    assert found["generator.0"].handle.poll() is None
+    assert found["broker.0"].handle.poll() == found["env_server.0"].handle.poll() == -9
+    orders = agent.beat(generator_0_0=None, generator_0_1=None)
+    assert orders.kill == ["generator.0.0"] and orders.held["generator.0.1"] == 4
+    assert launcher._members.by_agent[b"agent.1"].free == ["2"]
+    late.say(Hello(0, [], code_hash()))
+    assert late.hear(Welcome).names == b"n" * 32 == run.names.key
+
+    launcher._members.by_agent.clear()
+    launcher.close()
+    assert not read_before(run.folder).may_go_on, "the run has ended"
+
+
+def test_where_no_agent_comes_back_the_head_says_so_after_the_lease(run: RunFile) -> None:
+    make_curve_key(run.folder, KEY_FILE)
+    before = Before(Listens(0, 0, boot_id()), {"agent.1"}, {"learner.0": 3})
+    begun = time.monotonic()
+    launcher = ClusterLauncher(run, before=before)
+    assert time.monotonic() - begun >= LEASE_S and not launcher.is_back
+    launcher.close()
+
+
+def test_a_port_of_the_head_before_that_is_taken_is_told_in_one_line(run: RunFile) -> None:
+    make_curve_key(run.folder, KEY_FILE)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        before = Before(Listens(other.getsockname()[1], 0, boot_id()), {"agent.1"})
+        with pytest.raises(ConfigError, match="where agents look for the head: Address already in use"):
+            ClusterLauncher(run, before=before)
 
 
 @pytest.mark.parametrize(

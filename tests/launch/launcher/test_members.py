@@ -116,7 +116,6 @@ class Placement(RuleBasedStateMachine):
         number = self.incarnations[process] = self.incarnations.get(process, -1) + 1
         name, gpus = f"{process}.{number}", int(process.startswith("generator"))
         room = [each for each in self.members.by_agent.values() if not each.leaving and len(each.free) >= gpus]
-        room = [each for each in room if each.sees or not process.startswith("learner")]
         member = self.members.assign(name, gpus)
         assert (member is not None) == bool(room)
         if member is not None:
@@ -127,6 +126,8 @@ class Placement(RuleBasedStateMachine):
         allowed = {"learner": {1, 2}, "env_server": {3}}.get(process.partition(".")[0], {1, 2, 3})
         if any(each.number in allowed for each in room):
             assert member.number in allowed
+        if process == "learner.0" and not member.sees:
+            assert not any(each.sees and each.number in allowed for each in room if each.number <= 3)
 
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
@@ -158,6 +159,15 @@ def test_ranks_with_gpus_fill_a_machine_and_workers_spread_over_all() -> None:
 
     spread = [members.assign(f"env_server.{index}.0", 0) for index in range(4)]
     assert [each and each.number for each in spread] == [2, 1, 2, 1]
+
+
+def test_what_came_back_with_its_machine_has_its_gpus_and_its_home() -> None:
+    members = Members(1, 25.0, {})
+    member = members.returned(0.0, b"1", 1, ["0", "1", "2"])
+    members.keep(member, "generator.0.3", ["1"])
+    assert member.free == ["0", "2"] and members.away(2) == []
+    members.ended("generator.0.3")
+    assert sorted(member.free) == ["0", "1", "2"]
 
 
 def test_a_worker_returns_to_its_machine_when_somebody_has_taken_its_place_and_a_rank_stays() -> None:

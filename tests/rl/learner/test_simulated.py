@@ -136,6 +136,19 @@ def test_a_resumed_run_starts_at_its_step_in_its_timeline(make_run: MakeRun) -> 
     assert [row.step for row in rows] == [8, 9]
 
 
+def test_a_batch_of_an_earlier_timeline_is_no_answer(make_run: MakeRun) -> None:
+    """As the broker may send it to a rank that begins elsewhere, before it knows that."""
+    run = make_run(*SIMULATED, "learner.options.step_s=0", "steps=1", "eval.tasks=0", timeline=1000)
+    with Harness(run, MODULE) as learner:
+        learner.published(0)
+        assert learner.take(BatchRequest).step == 0
+        learner.send_batch(make_batch(0, seed=7))
+        learner.send_batch(make_batch(0, timeline=1000))
+        assert learner.take(Metrics).values["version/timeline"] == 1000
+        learner.published(1)
+        learner.finish()
+
+
 def test_a_stale_batch_ends_the_run_with_one_clear_line(make_run: MakeRun) -> None:
     run = make_run(*SIMULATED, "steps=5", "rollout.alpha=1", start_step=3)
     with Harness(run, MODULE) as harness:

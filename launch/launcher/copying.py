@@ -1,0 +1,144 @@
+"""The head's part in what a learner's machine makes: it copies it, and says from what the ranks begin elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+
+from launch.launcher.copies import TIMELINES, Copies
+from launch.launcher.folders import Fetcher, Opened, drop, forget_others, made_in
+from launch.launcher.node_messages import Ask, Begin, FromHead, Part, Sent, Want, boot_time
+from rl.store.digests import DIGESTS
+from rl.wire.run import RunFile
+
+_AGAIN_S = 2.0
+
+
+class Copying:
+    """Called by the launcher, which holds its lock."""
+
+    def __init__(self, run: RunFile, send: Callable[[bytes, FromHead], None]) -> None:
+        self._run = run
+        self._send = send
+        self.copies = Copies()
+        self.heard = boot_time()
+        """When something was said of it, or came."""
+        self._fetcher = Fetcher(run.folder)
+        self._under_way: tuple[str, str] | None = None
+        self._asked_at = float("-inf")
+        self._incarnation = ""  # of the ranks
+        self._begin: Begin | None = None  # what its rank 0 was told
+        self._sending: Opened | None = None
+
+    # ------------------------------------------------------------ the ranks begin
+
+    def go_on(self, place: bytes) -> None:
+        """The ranks stood there under the head before."""
+        self.copies.begin(place, made_in(self._run.folder))
+
+    def may_begin(self, rank: str) -> bool:
+        """Whether it is known where rank 0 of this incarnation stands, or this is it."""
+        _, index, incarnation = rank.split(".")
+        return index == "0" or incarnation == self._incarnation
+
+    def begin(self, rank: str, place: bytes) -> Begin | None:
+        """What a rank is to be told that begins there. Where ranks may have several folders, all begin from what
+        counts: each of them can have that."""
+        _, index, incarnation = rank.split(".")
+        if index == "0":
+            self._incarnation = incarnation
+            several = bool(place) and self._run.config.learner.ranks > 1
+            self._begin = self._rank_0_begins(int(incarnation), place, several)
+
+        elif place != self.copies.place and incarnation != "0" and self._begin is None:
+            return self._from_what_counts(self._run.timeline)  # rank 0 goes on in the head's folder
+        return self._begin
+
+    def _rank_0_begins(self, incarnation: int, place: bytes, several: bool) -> Begin | None:
+        self._fetcher.cancel()
+        self._under_way = None
+        if not self.copies.begin(place, made_in(self._run.folder), always=several):
+            return None
+        if not place:
+            forget_others(self._run.folder, self.copies.counts or "")
+        print(f"the learner begins elsewhere, from {self.copies.counts or 'the start'}", flush=True)
+        return self._from_what_counts(self._run.timeline + incarnation * TIMELINES)
+
+    def _from_what_counts(self, timeline: int) -> Begin:
+        name = self.copies.counts or ""
+        if self._sending is not None:
+            self._sending.close()
+        self._sending = Opened(self._run.folder, name) if name else None
+        return Begin(timeline, name, self.copies.held.get(name, ""), self._sending.files if self._sending else {})
+
+    def part(self, ask: Ask) -> Part | None:
+        """Of the checkpoint from which the ranks begin. Raises ProtocolError."""
+        is_ours = self._sending is not None and ask.file in self._sending.files
+        return self._sending.part(ask) if self._sending is not None and is_ours else None
+
+    # ------------------------------------------------------------ what they make is copied
+
+    def turn(self) -> None:
+        """Ask for what is wanted. Call it ten times a second."""
+        now = boot_time()
+        place = self.copies.place
+        whole = None
+        with self._telling():
+            whole = self._fetcher.ended()
+        if whole is not None and self._under_way is not None:
+            if whole:
+                drop(self._run.folder, self.copies.arrived(*self._under_way))
+            self._under_way = None
+            self._asked_at = float("-inf")
+
+        wanted = self.copies.wanted()
+        if wanted is not None and place and not self._fetcher.is_busy and now >= self._asked_at + _AGAIN_S:
+            self._asked_at = now
+            self._send(place, Want(wanted[0]))
+        self._ask(now)
+
+    def sent(self, agent: bytes, sent: Sent) -> None:
+        """What a wanted folder consists of. Raises ProtocolError."""
+        wanted = self.copies.wanted()
+        listed = sent.files.get(f"{sent.name}/{DIGESTS}")
+        if agent != self.copies.place or wanted is None or listed is None or self._fetcher.is_busy:
+            return
+        if wanted == (sent.name, listed.digest):
+            with self._telling():
+                self._under_way = wanted
+                self._fetcher.begin(sent.name, sent.files)
+                self._ask(boot_time())
+
+    def take(self, agent: bytes, part: Part) -> None:
+        with self._telling():
+            if agent == self.copies.place and self._fetcher.take(part, boot_time()):
+                self.heard = boot_time()
+                self._ask(self.heard)
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """A full disk ends a copy, and it is tried again; the run ends where it cannot write itself."""
+        try:
+            yield
+        except OSError as error:
+            name = self._under_way[0] if self._under_way is not None else "a folder"
+            print(f"! {name} cannot be copied to {self._run.folder}: {error}", flush=True)
+            self._under_way = None
+            self._fetcher.cancel()
+
+    def _ask(self, now: float) -> None:
+        for ask in self._fetcher.asks(now):
+            self._send(self.copies.place or b"", ask)
+
+    def still_to_come(self, agents: Collection[bytes]) -> str:
+        """What is not copied yet; nothing where the machine that has it is gone."""
+        wanted = self.copies.wanted()
+        if wanted is None or self.copies.place not in agents:
+            self.heard = boot_time()
+            return ""
+        return wanted[0]
+
+    def close(self) -> None:
+        self._fetcher.close()
+        if self._sending is not None:
+            self._sending.close()

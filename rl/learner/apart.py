@@ -1,0 +1,78 @@
+"""Ranks that have another folder than rank 0: on machines that share none, each writes its part of a checkpoint there.
+
+They send it to rank 0, as bytes, over the ranks' own connections. So a checkpoint is whole where rank 0 stands, and
+whoever copies it from there has all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rl.learner.credit import gathered
+
+_CHUNK_BYTES = 16 << 20
+
+
+def ranks_apart(folder: Path) -> list[int]:
+    """The ranks whose folder of the run is not that of rank 0. All ranks call it together."""
+    homes = gathered(str(folder).encode())
+    return [rank for rank, home in enumerate(homes) if home != homes[0]]
+
+
+def bring_home(state: Path, apart: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
+    """Rank 0 gets what the ranks `apart` have written into their folder `state`, where it is removed. All ranks call it
+    together, once everything is written."""
+    me = dist.get_rank()
+    if me == 0:
+        for rank in apart:
+            (files,) = _receive(rank, 1, group)
+            for _ in range(files):
+                _receive_file(state, rank, group)
+
+    elif me in apart:
+        own = sorted(state.glob(f"__{me}_*"))
+        _send([len(own)], group)
+        for path in own:
+            _send_file(path, group)
+            path.unlink()
+        with contextlib.suppress(OSError):  # where another rank of this machine has files in it
+            state.rmdir()
+            state.parent.rmdir()
+
+
+def _send(numbers: list[int], group: dist.ProcessGroup | None) -> None:
+    dist.send(torch.tensor(numbers, dtype=torch.int64), 0, group=group)
+
+
+def _receive(rank: int, count: int, group: dist.ProcessGroup | None) -> list[int]:
+    numbers = torch.zeros(count, dtype=torch.int64)
+    dist.recv(numbers, rank, group=group)
+    told: list[int] = numbers.tolist()
+    return told
+
+
+def _send_file(path: Path, group: dist.ProcessGroup | None) -> None:
+    name = path.name.encode()
+    _send([len(name), path.stat().st_size], group)
+    dist.send(torch.frombuffer(bytearray(name), dtype=torch.uint8), 0, group=group)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            dist.send(torch.frombuffer(bytearray(chunk), dtype=torch.uint8), 0, group=group)
+
+
+def _receive_file(state: Path, rank: int, group: dist.ProcessGroup | None) -> None:
+    length, size = _receive(rank, 2, group)
+    name = torch.zeros(length, dtype=torch.uint8)
+    dist.recv(name, rank, group=group)
+
+    buffer = torch.empty(min(size, _CHUNK_BYTES), dtype=torch.uint8)
+    with (state / Path(name.numpy().tobytes().decode()).name).open("wb") as file:
+        for start in range(0, size, _CHUNK_BYTES):
+            chunk = buffer[: min(_CHUNK_BYTES, size - start)]
+            dist.recv(chunk, rank, group=group)
+            file.write(chunk.numpy().data)

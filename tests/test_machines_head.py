@@ -1,0 +1,140 @@
+"""The head of a run over several machines dies, and another takes its place: within the lease, and later."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch.launcher.copies import TIMELINES
+from rl.store.checkpoint_folder import steps_of, verify
+from rl.store.made_once import cache_folder
+from tests.machines import Machines, missing
+from tests.test_machines import LEASE_S, ROOT, Run, wait_for
+
+pytestmark = [pytest.mark.docs, pytest.mark.skipif(bool(missing()), reason=f"several machines on one box: {missing()}")]
+APART = "cluster.place={learner: [2], generator: [3, 4], env_server: [4]}"
+FEWER = "cluster.place={learner: [1, 2], env_server: [3]}"
+SIMULATED = ("simulated", "steps=150", "learner.options.step_s=0.1", "learner.checkpoint_every=5")
+
+
+def kill_head(run: Run) -> None:
+    """The process alone, which has no time to say anything; its children die with it."""
+    (head,) = psutil.Process(run.head.pid).children()
+    head.kill()
+    run.head.wait(10)
+
+
+def begin_head(run: Run, folder: Path, *overrides: str, number: int = 1) -> None:
+    command = [sys.executable, "-m", "launch.cli", "head", "--resume", str(folder), *overrides]
+    run.log = folder.parent / "head2.log"
+    with run.log.open("w") as log:
+        run.head = run.machines.begin(number, command, cwd=ROOT, env=run.environment, stdout=log, stderr=log)
+
+
+def copied(folder: Path) -> int:
+    """The newest step of which the head holds a checkpoint."""
+    return max(steps_of(folder / "checkpoints"), default=0)
+
+
+def place_of(machines: Machines, number: int, path: Path) -> Path:
+    """Where a machine's own path is found from here."""
+    return machines._folder / str(number) / path.relative_to("/tmp")
+
+
+def steps_trained(folder: Path) -> list[int]:
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row["step"] for row in rows if "train/loss" in row]
+
+
+def test_a_head_that_is_back_within_the_lease_finds_its_agents_waiting(tmp_path: Path) -> None:
+    with Machines(4, shared={1: [tmp_path], 2: [tmp_path]}) as machines:
+        run = Run(machines, tmp_path, *SIMULATED)
+        run.wait_for_step(12)
+        kill_head(run)
+        time.sleep(LEASE_S / 3)
+        begin_head(run, run.folder)
+        begun = time.monotonic()
+        wait_for(lambda: "machine 4 is back" in run.log.read_text(), run.told)
+        assert time.monotonic() - begun < LEASE_S
+        run.wait_for_step(30)
+        summary = run.end()
+
+        assert summary["steps"] == 150 and steps_trained(run.folder) == list(range(1, 151))
+        logs = {path.name for path in (run.folder / "logs").iterdir()}
+        assert {"broker.0.1.log", "proxy.0.1.log"} <= logs
+        again = {name for name in logs if not name.endswith(".0.log")} - {"broker.0.1.log", "proxy.0.1.log"}
+        assert not again, "what stood on the machines went on"
+        for number, agent in run.agents.items():
+            assert agent.wait(60) == 0 and not machines.processes(number)
+
+
+def test_a_head_that_comes_later_begins_anew_from_its_copy_of_the_newest_checkpoint(tmp_path: Path) -> None:
+    """No folder is shared, and ranks stand on another machine than the head's."""
+    with Machines(4, shared={1: [tmp_path]}) as machines:
+        run = Run(machines, tmp_path, *SIMULATED, APART)
+        wait_for(lambda: copied(run.folder) >= 10, run.told)
+        kill_head(run)
+        for number, agent in run.agents.items():
+            assert agent.wait(60) == 3 and not machines.processes(number), "its lease is over"
+
+        begin_head(run, run.folder)
+        wait_for(lambda: "it begins anew" in run.log.read_text(), run.told)
+        wait_for(lambda: "fresco join" in run.log.read_text(), run.told)
+        run.join_all(1, 2, 3, 4)
+        summary = run.end()
+        assert summary["start_step"] >= 10 and run.step() == 150
+        assert sorted(set(steps_trained(run.folder))) == list(range(1, 151))
+        assert all(agent.wait(60) == 0 for agent in run.agents.values())
+
+
+def test_where_the_heads_machine_is_lost_a_run_begins_anew_on_the_learners(tmp_path: Path) -> None:
+    with Machines(4, shared={1: [tmp_path]}) as machines:
+        run = Run(machines, tmp_path, *SIMULATED, APART)
+        wait_for(lambda: copied(run.folder) >= 10, run.told)
+        machines.kill(1)
+        assert all(run.agents[number].wait(60) == 3 for number in (2, 3, 4))
+
+        (folder,) = place_of(machines, 2, tmp_path).glob("simulated@2.*")
+        run.folder = place_of(machines, 2, tmp_path) / "simulated"
+        begin_head(run, tmp_path / folder.name, "network.host=10.77.0.2", "cluster.nodes=3", FEWER, number=2)
+        wait_for((run.folder / "agents.key").exists, run.told)
+        run.join_all(2, 3, 4)
+        summary = run.end()
+        assert summary["start_step"] >= 10 and run.step() == 150
+
+
+def test_without_a_shared_folder_the_ranks_go_on_elsewhere_from_the_checkpoint_that_counts(tmp_path: Path) -> None:
+    with Machines(4, shared={1: [tmp_path]}) as machines:
+        run = Run(machines, tmp_path, *SIMULATED, APART)
+        wait_for(lambda: copied(run.folder) >= 10, run.told)
+        machines.kill(2)
+        wait_for(lambda: "the learner begins elsewhere, from checkpoints/step-" in run.log.read_text(), run.told)
+        summary = run.end()
+
+        assert summary["steps"] == 150 and run.step() == 150
+        assert sorted(set(steps_trained(run.folder))) == list(range(1, 151))
+        assert (run.folder / "checkpoints/step-150/meta.json").exists(), "the last one is copied before the end"
+        assert not [*run.folder.glob("checkpoints/*.arriving")]
+        assert not (run.folder / "logs/generator.0.1.log").exists(), "the engine on machine 3 went on"
+        for number in (1, 3, 4):
+            assert run.agents[number].wait(60) == 0 and not machines.processes(number)
+
+
+def test_a_real_learner_goes_on_elsewhere_with_what_it_had_and_its_model_comes_home(tmp_path: Path) -> None:
+    """The machines have neither the head's folder nor the model, whose weights the learner fetches."""
+    hidden = {number: [cache_folder()] for number in (2, 3, 4)}
+    shown = ("steps=8", "learner.checkpoint_every=2", "eval.tasks=16", "tracking.wandb=disabled")
+    place = "cluster.place={learner: [2], generator: [3], env_server: [3]}"
+    with Machines(4, shared={1: [tmp_path]}, hidden=hidden) as machines:
+        run = Run(machines, tmp_path, "math_cpu", *shown, place)
+        wait_for(lambda: copied(run.folder) >= 2, run.told)
+        machines.kill(2)
+        wait_for(lambda: "the learner begins elsewhere, from checkpoints/step-" in run.log.read_text(), run.told)
+        run.end()
+        assert run.step() == 8 and verify(steps_of(run.folder / "checkpoints")[8]).timeline >= TIMELINES
+        assert (run.folder / "model" / "model.safetensors").exists()

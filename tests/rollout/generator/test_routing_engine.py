@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from tests.rl.models.test_routers import own_choices
 from tests.rollout.generator.test_families_engine import FamilyRig
 
 pytestmark = pytest.mark.families
-SHAPE = {"num_hidden_layers": 3, "num_experts": 16, "num_experts_per_tok": 4}
+SHAPE: dict[str, Any] = {"num_hidden_layers": 3, "num_experts": 16, "num_experts_per_tok": 4}
 PROMPT = [(7 * i * i + 3 * i + 11) % 250 + 3 for i in range(70)]
 
 

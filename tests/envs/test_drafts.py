@@ -30,6 +30,7 @@ REMOVE = '<tool_call>{"name": "bash", "arguments": {"command": "rm -rf tests"}}<
         f"<think>maybe {SUBMIT}? not yet</think>{LS}",
         "<think>e.g.\n```bash\nrm -rf tests\n```\nno</think>\n```bash\nls\n```",
         f"\n <think>{SUBMIT}</think>\n\n{LS}",
+        f"<think>one</think>\n<think>{SUBMIT}</think>\n{LS}",
     ],
 )
 def test_a_call_in_a_thought_is_not_made(turn: str) -> None:
@@ -40,7 +41,14 @@ def test_a_call_in_a_thought_is_not_made(turn: str) -> None:
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("turn", [f"<think>maybe {SUBMIT}? hmm", f"<think>no {SUBMIT}</think>\nLet me look first."])
+@pytest.mark.parametrize(
+    "turn",
+    [
+        f"<think>maybe {SUBMIT}? hmm",
+        f"<think>no {SUBMIT}</think>\nLet me look first.",
+        f"<think>one</think><think>two {SUBMIT}",
+    ],
+)
 def test_only_drafts_are_no_call(turn: str) -> None:
     (call,) = parse_calls(turn)
     assert isinstance(call, BadCall)

@@ -155,12 +155,13 @@ def validated(model: type[BaseModel], options: dict[str, Any], where: str) -> An
 def _check_inner(value: Any, given: Any, where: str) -> None:
     """The same of the numbers in sections, mappings and lists that are options. Raises ConfigError."""
     if isinstance(value, BaseModel):
-        parts = {name: getattr(value, name) for name in value.model_fields_set}
+        parts: dict[Any, Any] = {name: getattr(value, name) for name in value.model_fields_set}
     elif isinstance(value, dict):
         parts = value
     elif isinstance(value, list | tuple):
         parts = dict(enumerate(value))
         given = dict(enumerate(given)) if isinstance(given, list | tuple) else given
+
     else:
         try:
             if isinstance(given, bool) and not isinstance(value, bool):

@@ -279,7 +279,11 @@ def _hermes_call(text: str) -> tuple[str, str] | None:
     arguments = call.get("arguments", call.get("parameters", {}))
     if not isinstance(arguments, dict | str):
         return None
-    return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    try:  # Python reads 1e999 as infinite
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    return call["name"], arguments if isinstance(arguments, str) else written
 
 
 def no_constant(name: str) -> NoReturn:

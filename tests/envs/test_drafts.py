@@ -16,6 +16,7 @@ from envs.swe.tool_calls import BadCall, ToolCall, parse_calls
 from experiments.gateway.tokenizers import make_folder
 from rollout.episodes.conversation import Conversation
 from rollout.episodes.environment import ChatMessage
+from rollout.episodes.parsing import HermesParser
 from rollout.episodes.tokenizer import ChatTokenizer
 
 LS = '<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>'
@@ -95,3 +96,9 @@ def test_a_thought_that_the_prompt_has_opened_comes_with_its_marker(tmp_path: Pa
     chat = ChatTokenizer(folder)
     conversation = Conversation(chat, [ChatMessage("user", "how many?")])
     assert conversation.text(*conversation.append_written(chat.encode("perhaps 4"))) == "<think>perhaps 4"
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "-1e999"])
+def test_a_call_with_a_number_that_json_cannot_carry_is_content(number: str) -> None:
+    turn = HermesParser().parse(f'<tool_call>{{"name": "add", "arguments": {{"a": {number}}}}}</tool_call>')
+    assert not turn.calls and number in turn.content

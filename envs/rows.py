@@ -83,7 +83,7 @@ class Row:
 
     def _parsed(self, name: str, text: str) -> Any:
         try:
-            return Mender().value(parsed(f"{self.where}, field {name!r}", text))
+            return Mender().value(parsed(f"{self.where}, field {name!r}: {_short(text)}", text))
         except RecursionError:
             self.fail(name, "is nested too deep")
 

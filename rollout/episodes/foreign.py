@@ -166,7 +166,9 @@ def reward_of(value: Any, what: str) -> float | None:
         reward = float(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise RewardFailed(f"environment: {what} answered a reward that is no number: {error}") from None
-    if not abs(reward) <= LARGEST_REWARD:
+    if not math.isfinite(reward):
+        raise RewardFailed(f"environment: {what} answered the reward {reward}")
+    if abs(reward) > LARGEST_REWARD:
         raise RewardFailed(f"environment: {what} answered the reward {reward:g}: at most {LARGEST_REWARD:g} in size")
     return reward
 

@@ -79,11 +79,12 @@ class Row:
         raise RowError(f"{self.where}, field {name!r}: {why}")
 
     def miss(self, *names: str) -> NoReturn:
-        raise RowError(f"{self.where} has no field {' or '.join(map(repr, names))}; it has {_listed(self.values)}")
+        there = [name for name, value in self.values.items() if value is not None]
+        raise RowError(f"{self.where} has no field {' or '.join(map(repr, names))}; it has {_listed(there)}")
 
     def _parsed(self, name: str, text: str) -> Any:
         try:
-            return Mender().value(parsed(f"{self.where}, field {name!r}", text))
+            return Mender().value(parsed(f"{self.where}, field {name!r}: {_short(text)}", text))
         except RecursionError:
             self.fail(name, "is nested too deep")
 
@@ -92,9 +93,6 @@ class Row:
             if (value := self.get(name)) is not None:
                 return value
         if default is None:
-            for name in names:
-                if name in self.values:
-                    self.fail(name, "is null")
             self.miss(*names)
         return default
 

@@ -52,7 +52,7 @@ def _wrong(message: Message) -> str:
         case Done(report=report):
             try:
                 is_report = isinstance(json.loads(report), dict)
-            except ValueError:
+            except (ValueError, RecursionError):
                 is_report = False
             return "" if is_report else "its report is no JSON object"
     return ""

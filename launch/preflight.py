@@ -522,11 +522,14 @@ def _check_journal(checked: Preflight, meta: Meta) -> None:
         if config.supervised:
             check_journal(read_journal(config.resume), checked.data, config)
             return
+
         state = msgspec.msgpack.decode(read_journal(config.resume))
         core = BrokerCore(Rules.of(config, checked.train_tasks, meta.step), data=checked.data)
         core.restore(state, new_data=config.resume_data == "new")
     except (CheckpointError, ValueError, LookupError, msgspec.MsgspecError) as error:
         raise ConfigError(f"resume={str(config.resume)!r}: {error}") from None
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"resume={str(config.resume)!r}: its journal is damaged: {error}") from None
 
 
 def _set_aside(folder: Path, config: Config) -> Config:

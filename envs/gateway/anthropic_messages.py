@@ -168,9 +168,11 @@ def _blocks(message: ChatMessage) -> list[dict[str, Any]]:
 
 
 def _object(arguments: str) -> Any:
+    """What a model wrote as a call's arguments, in an object that JSON can carry."""
     try:
         found = json.loads(arguments)
-    except ValueError:
+        json.dumps(found, allow_nan=False)
+    except (ValueError, RecursionError):
         return {"text": arguments}
     return found if isinstance(found, dict) else {"value": found}
 

@@ -147,6 +147,7 @@ def _enclosed(text: str) -> Value | None:
         inner = text[2:-2]
         if not _balanced(inner):
             return None
+
         built = _BUILT.fullmatch(inner)
         if built is not None:
             return Value("set", (_value(built[2]),), mark=f"{built[1]}|")

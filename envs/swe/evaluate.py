@@ -227,7 +227,7 @@ def apply_diff(
     result = _harness(sandbox, checkout, "apply_diff.py", job)
     try:
         answer = json.loads(result.output)
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = {"applied": False, "restored": [], "kept": [], "error": result.text()[-500:]}
     return dict(answer)
 

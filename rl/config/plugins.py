@@ -145,9 +145,34 @@ def validated(model: type[BaseModel], options: dict[str, Any], where: str) -> An
         raise ConfigError(f"{where}.{key}={value!r}: {error}") from None
 
     try:
-        return model.model_validate(options)
+        made = model.model_validate(options)
     except ValidationError as error:
         raise ConfigError(first_fault(error, options, where)) from None
+    _check_inner(made, options, where)
+    return made
+
+
+def _check_inner(value: Any, given: Any, where: str) -> None:
+    """The same of the numbers in sections, mappings and lists that are options. Raises ConfigError."""
+    if isinstance(value, BaseModel):
+        parts: dict[Any, Any] = {name: getattr(value, name) for name in value.model_fields_set}
+    elif isinstance(value, dict):
+        parts = value
+    elif isinstance(value, list | tuple):
+        parts = dict(enumerate(value))
+        given = dict(enumerate(given)) if isinstance(given, list | tuple) else given
+
+    else:
+        try:
+            if isinstance(given, bool) and not isinstance(value, bool):
+                raise ValueError("a number is wanted here, not true or false")
+            refuse_size(where.rpartition(".")[2], value)
+        except ValueError as error:
+            raise ConfigError(f"{where}={given!r}: {error}") from None
+        return
+
+    for name, part in parts.items():
+        _check_inner(part, given.get(name) if isinstance(given, dict) else part, f"{where}.{name}")
 
 
 def own_packages_first() -> None:

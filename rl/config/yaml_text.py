@@ -62,11 +62,14 @@ def _check(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int
 
 
 def _check_keys(node: yaml.MappingNode) -> None:
-    first: dict[tuple[str, str], yaml.Node] = {}
+    """Keys that are equal as data, however they are written: `1` and `0x1`, `true` and `yes`."""
+    first: dict[Any, yaml.Node] = {}
+    constructor = yaml.constructor.SafeConstructor()
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode):
             continue
-        before = first.setdefault((key.tag, key.value), key)
+        is_mark = key.tag in ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value")
+        before = first.setdefault((key.tag, key.value) if is_mark else constructor.construct_object(key), key)
         if before is not key:
             where = f"line {_line(key)}: the key {key.value!r} stands already in line {_line(before)}"
             raise YamlRefused(f"{where}; keep one of them")

@@ -213,6 +213,8 @@ class TicketCancelled(EndOfTicket, frozen=True, tag="cancelled"):
 
 NO_OPINION = "nobody has an opinion on its reward"
 """`Trajectory.unrewarded` where nothing has failed."""
+LARGEST_REWARD = 1e6
+"""In size, of an episode and of each of its turns."""
 
 
 class Trajectory(EndOfTicket, frozen=True, tag="trajectory"):

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -32,6 +32,39 @@ from rollout.broker.records import NAMES, Group, Phase, State
 from rollout.broker.statistics import Statistics, Tally
 
 _FORMAT = 2
+_ByState = Annotated[list[int], msgspec.Meta(min_length=len(State), max_length=len(State))]
+
+
+class _Tasks(msgspec.Struct):
+    source: Any  # a curriculum's own
+    next_group: int
+    front: list[tuple[bool, int, int, int, Any]]
+    trained_before: int = 0
+
+
+class _Counters(msgspec.Struct):
+    issued: int
+    samples: _ByState
+    tokens: _ByState
+    generated: int
+    lost: int
+    attempts_with_tokens: int
+    mismatches: int
+    first_mismatch: str
+
+
+class _Journal(msgspec.Struct):
+    """The types of a journal, which may come from anywhere."""
+
+    n: int
+    group_size: int
+    members: int
+    tasks: _Tasks
+    ledger: _Counters
+    stats: dict[str, Any]
+    seconds: float = 0.0
+    seed: int = 0
+    data: dict[str, str] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -124,12 +157,17 @@ def snapshot(groups: Groups) -> dict[str, Any]:
 
 
 def restore(groups: Groups, state: dict[str, Any], new_data: bool) -> None:
-    """Raises ValueError if the journal is of another format, of other data, or of groups of another size (sample ids
-    would clash)."""
+    """Raises ValueError if the journal is damaged, of another format, of other data, or of groups of another size
+    (sample ids would clash)."""
     if state["format"] != _FORMAT:
         raise ValueError(f"journal of format {state['format']}, this broker reads {_FORMAT}")
     if groups.tickets.timeline >= 0 or groups.open:
         raise ValueError("a broker that has begun cannot be restored")
+    try:
+        msgspec.convert(state, _Journal)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"the journal is damaged: {error}") from None
+
     rules = groups.rules
     then = {"group_size": state["group_size"], "redundant_episodes": state["members"] - state["group_size"]}
     for name, value in then.items():

@@ -17,6 +17,7 @@ import numpy as np
 
 from rl.wire.columns import Scope, mismatch
 from rl.wire.messages import (
+    LARGEST_REWARD,
     BatchRequest,
     EvalRequest,
     FirstToken,
@@ -36,7 +37,6 @@ NOT_LIVE = "its ticket has ended, or never was"
 
 HIGHEST_LOGP = 1e-3  # rounding of a log-softmax in low precision
 LOWEST_LOGP = -1e4  # nothing is sampled with a probability of e^-10 000
-LARGEST_REWARD = 1e6
 LARGEST_NUMBER = 1e15  # of what an environment counts; sums of these stay finite
 LONGEST_S = 1e9
 MOST_SEQUENCES = 4096  # of one episode, whose history may fork

@@ -83,7 +83,8 @@ class RewardFailed(Exception):
     """Raised by `step`, `finish` or `run` where the reward cannot be told: the message names the function and says why.
 
     The episode ends and is not tried again, so that a model is not spared a bad answer. It is not trained either, and
-    the baseline of its group leaves it out: a failure is no zero. A reward that is not finite does the same.
+    the baseline of its group leaves it out: a failure is no zero. A reward that is not finite, or larger than
+    a million, does the same.
     """
 
 

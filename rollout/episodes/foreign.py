@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl.config.schema import Config
-from rl.wire.messages import NO_OPINION, Ticket, TokenSequence, Trajectory
+from rl.wire.messages import LARGEST_REWARD, NO_OPINION, Ticket, TokenSequence, Trajectory
 from rl.wire.text import whole
 from rollout.episodes.environment import Endpoint, ForeignLoop, Outcome, RewardFailed
 from rollout.episodes.forest import Forest
@@ -156,15 +156,20 @@ def _checked(outcome: Any) -> Outcome:
 
 
 def reward_of(value: Any, what: str) -> float | None:
-    """A plain number, which a numpy scalar is not; None: no opinion. Raises RewardFailed."""
+    """A plain number, which a numpy scalar is not; None: no opinion. Raises RewardFailed.
+
+    One that is too large would be refused by the broker, and tried again.
+    """
     if value is None:
         return None
     try:
         reward = float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise RewardFailed(f"environment: {what} answered a reward that is no number: {error}") from None
     if not math.isfinite(reward):
         raise RewardFailed(f"environment: {what} answered the reward {reward}")
+    if abs(reward) > LARGEST_REWARD:
+        raise RewardFailed(f"environment: {what} answered the reward {reward:g}: at most {LARGEST_REWARD:g} in size")
     return reward
 
 
@@ -172,7 +177,7 @@ def info_of(values: Mapping[str, Any], what: str) -> dict[str, float]:
     """Plain numbers by name. Raises EpisodeFailed."""
     try:
         info = {whole(str(name)): float(value) for name, value in values.items()}
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise EpisodeFailed(f"environment: {what} answered info that is no number: {error}") from None
     for name, value in info.items():
         if not math.isfinite(value):

@@ -86,13 +86,24 @@ class DistantParser(ABC):
 
 def answer_of(text: str) -> str:
     """What stands behind the thought of a turn: a draft inside it is no answer and no call. Empty while it goes on."""
-    return text.partition(THINK_END)[2] if text.lstrip().startswith(THINK_BEGIN) else text
+    return _thought(text)[1]
 
 
 def thought_and_answer(text: str) -> ParsedTurn:
     """A turn of an environment without tools, as the chat template writes history."""
-    thought = text.lstrip().removeprefix(THINK_BEGIN).partition(THINK_END)[0].strip() if answer_of(text) != text else ""
-    return ParsedTurn(answer_of(text).lstrip("\n"), thought) if thought else ParsedTurn(text)
+    thought, answer, _ = _thought(text)
+    return ParsedTurn(answer.lstrip("\n"), thought.strip()) if thought.strip() else ParsedTurn(text)
+
+
+def _thought(text: str) -> tuple[str, str, bool]:
+    """What a turn thinks before it answers, what follows, and whether the thought has ended. Several thoughts, one
+    behind another, are one."""
+    thoughts = []
+    closed = THINK_END
+    while closed and text.lstrip().startswith(THINK_BEGIN):
+        thought, closed, text = text.lstrip().removeprefix(THINK_BEGIN).partition(THINK_END)
+        thoughts.append(thought)
+    return "".join(thoughts), text, bool(closed)
 
 
 def mended(message: ChatMessage, mender: Mender) -> ChatMessage:
@@ -123,10 +134,9 @@ class HermesParser:
     opener = THINK_BEGIN
 
     def parse(self, text: str) -> ParsedTurn:
-        begun = text.lstrip()
-        if not begun.startswith(THINK_BEGIN):
+        if not text.lstrip().startswith(THINK_BEGIN):
             return _content(text)
-        thought, _, rest = begun.removeprefix(THINK_BEGIN).partition(THINK_END)
+        thought, rest, _ = _thought(text)
         return replace(_content(rest.lstrip("\n")), reasoning=thought.strip("\n").rstrip())
 
     def so_far(self, text: str) -> ParsedTurn:
@@ -136,9 +146,11 @@ class HermesParser:
         if not begun.startswith(THINK_BEGIN):
             return _content(text, goes_on=True)
 
-        thought, closed, rest = begun.removeprefix(THINK_BEGIN).partition(THINK_END)
+        thought, rest, closed = _thought(text)
         if not closed:
             return ParsedTurn("", without_beginning(thought, [THINK_END]).strip("\n").rstrip())
+        if THINK_BEGIN.startswith(rest.lstrip()):  # another thought may follow
+            return ParsedTurn("", thought.strip("\n").rstrip())
         return replace(_content(rest.lstrip("\n"), goes_on=True), reasoning=thought.strip("\n").rstrip())
 
     def example(self) -> ChatMessage | None:
@@ -267,7 +279,11 @@ def _hermes_call(text: str) -> tuple[str, str] | None:
     arguments = call.get("arguments", call.get("parameters", {}))
     if not isinstance(arguments, dict | str):
         return None
-    return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    try:  # Python reads 1e999 as infinite
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    return call["name"], arguments if isinstance(arguments, str) else written
 
 
 def no_constant(name: str) -> NoReturn:

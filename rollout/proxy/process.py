@@ -16,7 +16,6 @@ import zlib
 from collections import defaultdict
 from typing import Any
 
-import numpy as np
 import zmq
 from msgspec.structs import replace
 
@@ -27,9 +26,11 @@ from rl.wire.process import Process, leave
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import context_from_command_line
 from rl.wire.sockets import PeerGone, open_socket, send_all
+from rollout.broker.validation import vocabulary_of
 from rollout.proxy.actions import AbortAt, Action, Forget, GoOn, Rename, Reply, ReportFirstToken, SendTo
 from rollout.proxy.continuations import Continuations
 from rollout.proxy.core import ProxyCore
+from rollout.proxy.requests import check_request
 
 _KEYS = 1 << 40  # of one incarnation: what generators still run for a dead one has another key
 
@@ -50,6 +51,7 @@ class Proxy:
         self._frontend = open_socket(zmq.ROUTER, run, "frontend", bind=True)
         self._backend = open_socket(zmq.ROUTER, run, "backend", bind=True)
         self._names = run.names
+        self._vocabulary = vocabulary_of(run)
         me = self._names.of("proxy", process.index, process.incarnation)
         self._usage = open_socket(zmq.DEALER, run, "usage", identity=me)
 
@@ -112,12 +114,8 @@ class Proxy:
 
     def _add(self, message: messages.Generate, peer: bytes) -> None:
         key = self._core.next_key
+        check_request(message, self._vocabulary)
         prompt = message.prompt_ids
-        if prompt.ndim != 1 or prompt.dtype != np.int32 or message.max_tokens < 1 or message.known > prompt.size:
-            raise ProtocolError(
-                f"Generate of {prompt.dtype}{prompt.shape} prompt ids, {message.known} of them known, "
-                f"and at most {message.max_tokens} tokens"
-            )
 
         # A session that is known has a cached prefix, which says more than the hash of its prompt.
         known = self._core.knows_session(message.session)

@@ -16,6 +16,7 @@ from envs.swe.tool_calls import BadCall, ToolCall, parse_calls
 from experiments.gateway.tokenizers import make_folder
 from rollout.episodes.conversation import Conversation
 from rollout.episodes.environment import ChatMessage
+from rollout.episodes.parsing import HermesParser
 from rollout.episodes.tokenizer import ChatTokenizer
 
 LS = '<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>'
@@ -30,6 +31,7 @@ REMOVE = '<tool_call>{"name": "bash", "arguments": {"command": "rm -rf tests"}}<
         f"<think>maybe {SUBMIT}? not yet</think>{LS}",
         "<think>e.g.\n```bash\nrm -rf tests\n```\nno</think>\n```bash\nls\n```",
         f"\n <think>{SUBMIT}</think>\n\n{LS}",
+        f"<think>one</think>\n<think>{SUBMIT}</think>\n{LS}",
     ],
 )
 def test_a_call_in_a_thought_is_not_made(turn: str) -> None:
@@ -40,7 +42,14 @@ def test_a_call_in_a_thought_is_not_made(turn: str) -> None:
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("turn", [f"<think>maybe {SUBMIT}? hmm", f"<think>no {SUBMIT}</think>\nLet me look first."])
+@pytest.mark.parametrize(
+    "turn",
+    [
+        f"<think>maybe {SUBMIT}? hmm",
+        f"<think>no {SUBMIT}</think>\nLet me look first.",
+        f"<think>one</think><think>two {SUBMIT}",
+    ],
+)
 def test_only_drafts_are_no_call(turn: str) -> None:
     (call,) = parse_calls(turn)
     assert isinstance(call, BadCall)
@@ -87,3 +96,9 @@ def test_a_thought_that_the_prompt_has_opened_comes_with_its_marker(tmp_path: Pa
     chat = ChatTokenizer(folder)
     conversation = Conversation(chat, [ChatMessage("user", "how many?")])
     assert conversation.text(*conversation.append_written(chat.encode("perhaps 4"))) == "<think>perhaps 4"
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "-1e999"])
+def test_a_call_with_a_number_that_json_cannot_carry_is_content(number: str) -> None:
+    turn = HermesParser().parse(f'<tool_call>{{"name": "add", "arguments": {{"a": {number}}}}}</tool_call>')
+    assert not turn.calls and number in turn.content

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from envs.gateway import anthropic_messages, openai_chat, openai_responses, rules
-from rollout.episodes.environment import ChatMessage
+from rollout.episodes.environment import ChatMessage, ToolCall
 from rollout.episodes.forest import RequestRefused
+from rollout.episodes.session import ModelAnswer
 
 SCHEMA = {"type": "object", "properties": {}}
 TOOLS: dict[ModuleType, dict[str, Any]] = {
@@ -83,3 +84,10 @@ def test_options_of_a_stream_are_an_object(options: Any) -> None:
     body = {"messages": [{"role": "user", "content": "q"}], "stream": True, "stream_options": options}
     with pytest.raises(RequestRefused, match="stream_options"):
         openai_chat.read(body, False)
+
+
+@pytest.mark.parametrize("arguments", ["[" * 50_000, '{"a": NaN}', '{"a": 1e999}', '{"a": -Infinity}', "no JSON"])
+def test_arguments_that_no_json_can_carry_are_a_text(arguments: str) -> None:
+    message = ChatMessage("assistant", calls=(ToolCall("call_1", "add", arguments),))
+    written = anthropic_messages.write([ModelAnswer("resp-1", message, "tool_calls", 3, 4)], {})
+    assert written["content"][0]["input"] == {"text": arguments}

@@ -78,7 +78,7 @@ def test_a_gold_answer_that_is_no_text_or_number_is_named(of_function: Any, answ
     [
         (None, "gave a NoneType, not rows"),
         ([{"prompt": "q", "answer": "4", 5: "x"}] * 2, "row 1 cannot be written as JSON"),
-        ([{"prompt": None, "answer": "4"}] * 2, "row 1, field 'prompt': is null"),
+        ([{"prompt": None, "answer": "4"}] * 2, "row 1 has no field 'prompt'; it has 'answer'$"),
     ],
 )
 def test_rows_that_cannot_be_used_are_named(of_function: Any, rows: Any, said: str) -> None:

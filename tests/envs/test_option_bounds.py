@@ -51,3 +51,23 @@ def test_more_than_any_machine_has_is_refused(name: str) -> None:
         ):
             validated(load_family(family).Options, REQUIRED.get(family, {}) | {name: 100_000_000}, "env.options")
     assert having
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "named"),
+    [
+        ("dataset", {"reward": {"exact": math.nan}}, "reward.exact=nan"),
+        ("dataset", {"reward": {"exact": True}}, "reward.exact=True"),
+        (
+            "dataset",
+            {"reward": "judge", "judge": {"url": "http://x", "model": "m", "best": math.inf}},
+            "judge.best=inf",
+        ),
+        ("mixture", {"members": {"words": {"env": "math", "weight": math.inf}}}, "members.words.weight=inf"),
+        ("mixture", {"members": {"words": {"env": "math", "max_turns": True}}}, "members.words.max_turns=True"),
+        ("mixture", {"members": {"words": {"env": "math", "max_tokens": 1 << 60}}}, "members.words.max_tokens="),
+    ],
+)
+def test_numbers_within_options_have_the_same_bounds(family: str, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"env.options.{named}"):
+        validated(load_family(family).Options, REQUIRED[family] | options, "env.options")

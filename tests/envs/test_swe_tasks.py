@@ -198,11 +198,12 @@ def test_diffs_that_cannot_be_reversed() -> None:
 
 PROTECTED = """
 testing.py src/shop/testing.py shop/_testing.py conftest_helpers.py
+testutils.py shop/testhelpers.py shop/testsuite/run.py shop/testcase.py shop/basetest.py shop/unittest.py
 tests/x.py pkg/test/data.txt test_a.py a/b_test.py conftest.py a/conftest.py setup.cfg pyproject.toml tox.ini pytest.ini
 sitecustomize.py x.pth a/__pycache__/b.pyc pytest.py _pytest/x.py json.py random/__init__.py src/re.py .gitattributes
 x.egg-info/entry_points.txt sub/.git/config lib.so
 """
-FREE = "toolz/itertoolz.py pkg/json.py src/pkg/re.py README.md contest.py latest/a.py attesting.py"
+FREE = "toolz/itertoolz.py pkg/json.py src/pkg/re.py README.md contest.py latest/a.py attesting.py shop/testify.py"
 
 
 def test_protected_paths() -> None:

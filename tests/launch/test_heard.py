@@ -56,6 +56,7 @@ def test_what_a_process_has_to_say_is_heard(spec: ProcessSpec, message: Message)
         (LEARNER, Done("broker", b"{}"), "in the name of another"),
         (LEARNER, Done("learner", b"no json"), "no JSON object"),
         (LEARNER, Done("learner", b"[]"), "no JSON object"),
+        (LEARNER, Done("learner", b"[" * 100_000), "no JSON object"),
         (SERVER, Done("env_server", b"{}"), "which has none to tell"),
         (SERVER, Fatal("learner", 0, "why", ends_run=True), "in the name of another"),
         (SERVER, Heartbeat("env_server", 1, 1, 5, True), "in the name of another"),

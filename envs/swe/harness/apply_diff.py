@@ -26,7 +26,9 @@ _CONFIGURATION = """
 _COMPILED = (".pyc", ".pyo", ".so", ".pth", ".egg-link")
 _MACHINERY = {"pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments", "hypothesis", "attr", "attrs"}
 _STDLIB = os.path.dirname(os.__file__)
-_TEST_WORDS = {"test", "tests", "testing", "testdata", "conftest"}
+_TEST_WORD = re.compile(
+    r"(base|unit)?tests?|testing|conftest|test(data|utils?|helpers?|libs?|cases?|suites?|tools?|kit)"
+)
 _TEST_NAME = re.compile(r"^(test_.*|.*_tests?|tests?)\.py$")
 
 
@@ -41,7 +43,7 @@ def is_test_material(path: str, fixed: "Sequence[str]") -> bool:
     (`testing.py`). It is not if the true fix changes it, or something in there, as well."""
     parts = path.split("/")
     for place, part in enumerate(parts, 1):
-        if _TEST_WORDS & set(re.split("[-_.]", part.lower())):
+        if any(map(_TEST_WORD.fullmatch, re.split("[-_.]", part.lower()))):
             kept = "/".join(parts[:place])
             return not any(each == kept or each.startswith(kept + "/") for each in fixed)
     return False

@@ -110,6 +110,8 @@ BOMB = "a: &a [1, 2, 3, 4, 5, 6, 7, 8]\n" + "".join(
 REFUSED_YAML = {
     "steps: 5\nrollout:\n  alpha: 1\n  alpha: 2\n": "line 4: the key 'alpha' stands already in line 3; keep one",
     "env:\n  options: {members: {a: {env: math}, 'a': {env: code}}}\n": "line 2: the key 'a' stands already in line 2",
+    "env:\n  options:\n    1: a\n    0x1: b\n": "line 4: the key '0x1' stands already in line 3",
+    "env:\n  options: {true: 1, yes: 2}\n": "line 2: the key 'yes' stands already in line 2",
     BOMB: "line 6: written out, its aliases are more than 100000 values",
     "env: &a {options: *a}": "line 1: an alias contains itself",
     "env: &a [[*a]]": "line 1: an alias contains itself",

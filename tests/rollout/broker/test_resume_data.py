@@ -107,3 +107,19 @@ def test_new_data_begin_with_their_first_row_and_nothing_open_of_the_old(known: 
     assert {t.group_id: t.task_index for t in again.live.values()} == {
         t.group_id: t.task_index for t in resumed.live.values()
     }, "they are its own by now, so it goes on"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["n", "seconds", "group_size", "data", "tasks", "tasks.next_group", "tasks.front", "ledger", "ledger.samples"],
+)
+@pytest.mark.parametrize("value", [None, "x", [1], {"a": 1}])
+def test_a_journal_of_other_types_is_refused_by_name(path: str, value: Any) -> None:
+    state = journal()
+    *inside, last = path.split(".")
+    part = state
+    for name in inside:
+        part = part[name]
+    part[last] = value
+    with pytest.raises(ValueError, match=f"the journal is damaged: .*{last}"):
+        BrokerCore(rules(alpha=1), data=OLD).restore(state)

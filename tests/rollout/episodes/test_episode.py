@@ -283,6 +283,8 @@ class Unsure(Scripted):
         ((None, None), [0.0, 0.0], NO_OPINION),
         ((0.5, float("nan"), 1.0), [0.5, 0.0], "environment: step of turn 2 answered the reward nan"),
         ((float("inf"),), [0.0], "environment: step of turn 1 answered the reward inf"),
+        ((1e7,), [0.0], "environment: step of turn 1 answered the reward 1e+07"),
+        ((10**400,), [0.0], "environment: step of turn 1 answered a reward that is no number"),
         (("much",), [0.0], "environment: step of turn 1 answered a reward that is no number"),
         ((0.5, RewardFailed("grade raised KeyError: 3"), 1.0), [0.5, 0.0], "grade raised KeyError: 3"),
     ],

@@ -148,7 +148,7 @@ BAD = [
     ("simulated", "generator.count=100000", "lower generator.count"),
     ("simulated", "env.servers=100000", "lower env.servers"),
     ("simulated", "learner.ranks=100000", "lower learner.ranks"),
-    ("math_lora_cpu", "model.lora={serve: adapter, targets: [lm_head]}", "set model.lora.serve=merged"),
+    ("math_lora_cpu", 'model.lora={"serve":"adapter","targets":["lm_head"]}', "set model.lora.serve=merged"),
     ("simulated", "weights.slots=1000000", "lower weights.slots"),
     ("simulated", "weights.transport=shn", "did you mean 'shm'?"),
     ("simulated", "weights.transport=nccl", "goes from GPU to GPU, and device=cpu; set weights.transport=auto"),

@@ -4,6 +4,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/setup.sh"
 source launch/sandbox.sh
 source tests/browser.sh
+source tests/sshd.sh
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 ruff check .
 ruff format --check .

@@ -13,7 +13,6 @@ Tokens: those that were sampled by then, and are lost or of samples that ended w
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import statistics
@@ -29,6 +28,7 @@ from typing import IO, Any, NamedTuple
 from experiments.bench._measuring import parser_of, write
 from experiments.bench._ratios import Idle, provenance
 from experiments.machines import Machines, missing
+from launch.sittings import read_rows
 
 ROOT = Path(__file__).parents[2]
 NODES, SPARE = 4, 5
@@ -92,15 +92,10 @@ class Run:
 
     def rows(self) -> list[Row]:
         """Each step when it was first trained."""
-        path = self._folder / "simulated" / "metrics.jsonl"
         found: dict[int, Row] = {}
-        trained = 0.0
-        for line in path.read_text().splitlines() if path.exists() else ():
-            row = json.loads(line)
-            if "train/loss" in row and row["step"] not in found:
-                trained += row["tokens/trained"]
-                unused = trained * (1 / (row["broker/useful_share"] or 1.0) - 1)
-                found[row["step"]] = Row(row["step"], row["time"], unused)
+        for row in read_rows(self._folder / "simulated"):
+            if "train/loss" in row:
+                found.setdefault(row["step"], Row(row["step"], row["time"], row["broker/unused_tokens"]))
         return list(found.values())
 
     def wait_for_steps(self, more: int) -> None:

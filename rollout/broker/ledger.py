@@ -220,8 +220,13 @@ class Ledger:
     @property
     def useful_share(self) -> float:
         """The share that was trained, of all tokens that are lost or whose sample has ended; 0 before there are any."""
-        ended = sum(self.tokens[end] for end in ENDS) + self.lost
-        return self.tokens[State.TRAINED] / ended if ended else 0.0
+        trained = self.tokens[State.TRAINED]
+        return trained / (trained + self.unused) if trained else 0.0
+
+    @property
+    def unused(self) -> int:
+        """Tokens that are lost, or whose sample has ended without being trained."""
+        return sum(self.tokens[end] for end in ENDS if end is not State.TRAINED) + self.lost
 
     def report(self) -> dict[str, dict[str, int]]:
         samples = {"issued": self.issued} | dict(zip(NAMES, self.samples, strict=True))

@@ -246,7 +246,7 @@ def state_metrics(ledger: Ledger, counts: dict[str, float]) -> dict[str, float]:
         f"broker/{NAMES[state]}_samples": ledger.samples[state]
         for state in (State.STALE, State.FILTERED, State.SETTLED, State.REDUNDANT, State.FAILED)
     }
-    ends["broker/useful_share"] = ledger.useful_share
+    ends |= {"broker/useful_share": ledger.useful_share, "broker/unused_tokens": ledger.unused}
     done = {f"broker/{name}": count for name, count in counts.items()}
     return {name: float(value) for name, value in (queue | ends | done).items()}
 

@@ -38,16 +38,16 @@ def test_slow_steps_long_before_say_nothing_of_the_pace() -> None:
 
 
 def test_a_step_that_was_taken_back_counts_when_it_was_first_trained(tmp_path: Path) -> None:
-    said = [(1, 10.0, 100, 1.0), (2, 11.0, 100, 0.8), (2, 19.0, 100, 0.5), (3, 20.0, 200, 0.8)]
-    names = ("step", "time", "tokens/trained", "broker/useful_share")
+    said = [(1, 10.0, 0.0), (2, 11.0, 50.0), (2, 19.0, 90.0), (3, 20.0, 100.0)]
+    names = ("step", "time", "broker/unused_tokens")
     lines = [json.dumps(dict(zip(names, each, strict=True)) | {"train/loss": 0.0}) for each in said]
     (tmp_path / "simulated").mkdir()
-    (tmp_path / "simulated" / "metrics.jsonl").write_text("\n".join([*lines, json.dumps({"step": 3, "time": 21.0})]))
+    (tmp_path / "simulated" / "metrics.jsonl").write_text(
+        "\n".join([*lines, json.dumps({"step": 3, "time": 21.0}), '{"step": 4, "ti'])
+    )
     run = Run.__new__(Run)
     run._folder = tmp_path
-    found = run.rows()
-    assert [(row.step, row.at) for row in found] == [(1, 10.0), (2, 11.0), (3, 20.0)]
-    assert [row.unused for row in found] == pytest.approx([0.0, 50.0, 100.0])
+    assert run.rows() == [Row(1, 10.0, 0.0), Row(2, 11.0, 50.0), Row(3, 20.0, 100.0)]
 
 
 def test_what_cannot_be_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -497,6 +497,7 @@ def test_tokens_are_booked_by_ticket_and_checked_twice() -> None:
     driver.do(driver.core.usage(driver.group(1)[0].ticket_id, 3, True, 0.0))
     tokens = driver.core.ledger.report()["tokens"]
     assert (tokens["generated"], tokens["waiting"], tokens["lost"]) == (8, 5, 3)
+    assert driver.core.ledger.unused == 3
     assert driver.core.ledger.mismatches == 0
     driver.do(driver.core.usage(ticket.ticket_id, 1, False, 0.0))  # one more than the trajectory says
     assert driver.core.ledger.mismatches == 1

@@ -329,6 +329,9 @@ class World:
     def check(self) -> None:
         core = self.core
         core.ledger.check()
+        tokens = core.ledger.report()["tokens"]
+        used = sum(tokens[state] for state in ("running", "waiting", "batched", "trained"))
+        assert tokens["generated"] == used + core.ledger.unused, "what is neither open nor trained"
         assert core.stats.freshness_violations == 0
         assert len(core.groups.open) <= self.rules.admitted(max(0, self.published)), "F1"
         assert core.servers.outstanding == len(self.running)

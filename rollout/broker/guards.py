@@ -46,7 +46,7 @@ class BatchGuards:
         self._alarms = alarms
         self._check = alarms.check
         self._shuffled = rules.curriculum == "shuffled"
-        self._trained: deque[int] = deque(maxlen=rules.train_tasks // 4)  # tasks of the last groups
+        self._trained: deque[tuple[int, int]] = deque(maxlen=rules.train_tasks // 4)  # step and task of the last groups
         # A batch at least, and of small batches so many that what all of them share says something.
         groups = max(rules.groups_per_batch, _LEAST_GROUPS)
         samples = max(rules.groups_per_batch * rules.group_size, _LEAST_SAMPLES)
@@ -130,11 +130,13 @@ class BatchGuards:
         self._check("truncated", share > limit, f"{share:.0%} of the episodes of step {batch.step}")
 
     def _tasks(self, step: int, tasks: list[int]) -> None:
-        """Check the tasks of a seeded order: a task comes again only after the others."""
-        again = sum(task in self._trained for task in tasks) / len(tasks)
+        """Check the tasks of a seeded order: a task comes again only after the others. What was trained in steps that
+        were taken back does not count."""
+        before = {task for trained, task in self._trained if trained < step}
+        again = sum(task in before for task in tasks) / len(tasks)
         repeated = self._shuffled and again > self._alarms.limit("data-repeated", "share")
         self._check("data-repeated", repeated, f"{again:.0%} of the tasks of step {step} were trained just before")
-        self._trained.extend(tasks)
+        self._trained.extend((step, task) for task in tasks)
 
     def _failures(self, step: int, ended: int, failed: int) -> None:
         """ended: attempts since the start of the run, `failed` of them without a result."""

@@ -61,7 +61,7 @@ class Copying:
             return None
         if not place:
             forget_others(self._run.folder, self.copies.counts or "")
-        print(f"the learner begins elsewhere, from {self.copies.counts or 'the start'}", flush=True)
+        print(f"the ranks begin from {self.copies.counts or 'the start'}", flush=True)
         return self._from_what_counts(self._run.timeline + incarnation * TIMELINES)
 
     def _from_what_counts(self, timeline: int) -> Begin:

@@ -88,6 +88,8 @@ class Copying:
         if whole is not None and self._under_way is not None:
             if whole:
                 drop(self._run.folder, self.copies.arrived(*self._under_way))
+            else:
+                print(f"! {self._under_way[0]} was damaged on its way, and is copied again", flush=True)
             self._under_way = None
             self._asked_at = float("-inf")
 

@@ -61,7 +61,7 @@ class Copying:
             return None
         if not place:
             forget_others(self._run.folder, self.copies.counts or "")
-        print(f"the learner begins elsewhere, from {self.copies.counts or 'the start'}", flush=True)
+        print(f"the ranks begin from {self.copies.counts or 'the start'}", flush=True)
         return self._from_what_counts(self._run.timeline + incarnation * TIMELINES)
 
     def _from_what_counts(self, timeline: int) -> Begin:
@@ -88,6 +88,8 @@ class Copying:
         if whole is not None and self._under_way is not None:
             if whole:
                 drop(self._run.folder, self.copies.arrived(*self._under_way))
+            else:
+                print(f"! {self._under_way[0]} was damaged on its way, and is copied again", flush=True)
             self._under_way = None
             self._asked_at = float("-inf")
 

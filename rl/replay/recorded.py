@@ -53,7 +53,7 @@ class Recorded:
         self.config = self.run.config
         kept = steps_kept(folder)
         if (kind := self.config.learner.kind) != "fsdp":
-            raise ConfigError(f"{str(folder)!r}: learner.kind={kind} computes nothing that could be replayed")
+            raise ConfigError(f"{str(folder)!r}: learner.kind={kind} records no batches that could be replayed")
         if not kept:
             raise ConfigError(f"{str(folder)!r}: no batch in {folder / FOLDER}; run it with tracking.replay=full")
 

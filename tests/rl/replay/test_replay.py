@@ -165,7 +165,7 @@ def test_a_run_without_batches_is_refused(run_folder: Path, tmp_path: Path) -> N
     told = json.loads((folder / "run.json").read_text())
     told["config"]["learner"]["kind"] = "simulated"
     (folder / "run.json").write_text(json.dumps(told))
-    with pytest.raises(ConfigError, match=r"learner\.kind=simulated computes nothing that could be replayed"):
+    with pytest.raises(ConfigError, match=r"learner\.kind=simulated records no batches that could be replayed"):
         Recorded(folder)
 
 

@@ -113,6 +113,7 @@ def _not_found(name: str | Path, folder: Path, extended_by: tuple[Path, ...]) ->
     here = {path.stem: str(named.with_name(path.name)) for path in places[0].parent.glob("*.yaml")}
     shipped = {path.stem: path.stem for path in SHIPPED.glob("*.yaml")}
     of = f"{str(extended_by[-1])!r}: base=" if extended_by else ""
+
     wanted = named.name.partition(".")[0]
     if close := difflib.get_close_matches(wanted, shipped | here, n=1, cutoff=0.5):
         hint = f"; did you mean {(shipped | here)[close[0]]!r}?"

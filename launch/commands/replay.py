@@ -108,7 +108,7 @@ def read(recorded: Recorded, request: Request) -> Iterator[Row]:
     except (CheckpointError, ValueError) as error:
         if own_place(error):  # in a loss of the user's own
             raise
-        raise ConfigError(f"{str(recorded.folder)!r}: {error}") from None
+        raise ConfigError(f"{str(recorded.folder)!r}: {' '.join(str(error).split())}") from None
 
 
 def _line(row: Row, beyond: bool) -> str:

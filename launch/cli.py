@@ -167,7 +167,7 @@ def _add_init(parser: argparse.ArgumentParser) -> None:
 def _add_run(parser: argparse.ArgumentParser) -> None:
     named = "a file, or the name of one that comes with Fresco"
     parser.add_argument("recipe", type=find_recipe, nargs="?", help=f"{named}; --help-fields needs none")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--dry-run", action="store_true", help="print the plan, start nothing")
     parser.add_argument("-v", "--verbose", action="store_true", help="with --dry-run: the whole configuration as well")
     _add_machine(parser, "with --dry-run: the machine that it is for, as GPUs times the GB of each: 8x80")
@@ -193,7 +193,7 @@ def _add_cluster(commands: Any) -> None:
 
 def _add_sft(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data", help="rows with `messages`, or `prompt` and `completion`: a file or a hub name")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--epochs", type=float, help="passes over the rows (1); or give steps=N")
     parser.add_argument("--batch", type=int, metavar="N", help="rows of one step (16)")
     held_out = "rows whose loss is told: the last N of the data, a file or a hub name"
@@ -215,7 +215,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     target = "a checkpoint, a run's folder (its newest checkpoint), a model folder, a hub name"
     parser.add_argument("target", help=target)
     more = "more targets, which are compared, and fields of the configuration"
-    parser.add_argument("overrides", nargs="*", metavar="target | key=value", help=more)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="target | key=value", help=more)
     parser.add_argument("--env", help="environment; default: that of the target's own run")
     parser.add_argument("--data", metavar="FILE", help="held-out tasks: rows of a file or a hub name")
     parser.add_argument("--split", help="held-out tasks to use (valid_seen, valid_unseen)")
@@ -232,14 +232,14 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
 
 def _add_check_loss(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="a registered loss or an importable package.module:Name")
-    parser.add_argument("options", nargs="*", metavar="option=value")
+    parser.add_argument("options", nargs="*", default=[], metavar="option=value")
     parser.set_defaults(call="launch.commands.check_loss:run")
 
 
 def _add_env(parser: argparse.ArgumentParser) -> None:
     check = parser.add_subparsers(required=True).add_parser("check", help="certify an environment before a run")
     check.add_argument("name", help="a registered environment or an importable package.module:Name")
-    check.add_argument("overrides", nargs="*", metavar="key=value")
+    check.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     check.add_argument("--recipe", type=find_recipe, help="configuration; default: <name>_cpu, if there is one")
     check.add_argument("--short", action="store_true", help="few tasks and episodes: seconds instead of minutes")
     check.add_argument("--episodes", type=int, help="over which nothing may grow (1000)")
@@ -251,7 +251,7 @@ def _add_env(parser: argparse.ArgumentParser) -> None:
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=find_recipe, nargs="?", help="not needed with --run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--run", type=Path, help="a finished run's folder: distributions are fitted to it")
     _add_machine(parser, "in all, also with the GB of each: 8, 8x80 (default: those of the recipe)")
     parser.add_argument("--machines", metavar="N", help="that share the GPUs (default: cluster.nodes of the recipe)")
@@ -320,7 +320,7 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
 def _add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run's folder, with batches (tracking.replay)")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="fields of algo, or of how the learner learns"
+        "overrides", nargs="*", default=[], metavar="key=value", help="fields of algo, or of how the learner learns"
     )
     _add_span(parser)
     exact = "compare each token with the weights that sampled it; name the first batch beyond NATS (alarms.exact)"

@@ -142,7 +142,8 @@ def config_folder(config: Config, *, fetch: bool) -> Path | None:
     if Path(path).exists():
         return Path(path) if (Path(path) / "config.json").exists() else None
     if not may_be_on_hub(path):
-        raise ConfigError(f"model.path={path!r}: no such folder, and no hub name (owner/name)")
+        made = "; a run writes its folder `model` at its end" if Path(path).name == "model" else ""
+        raise ConfigError(f"model.path={path!r}: no such folder, and no hub name (owner/name){made}")
     if config.learner.kind == "simulated" and config.generator.engine == "simulated":
         return None
 

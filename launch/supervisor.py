@@ -289,6 +289,12 @@ class Supervisor:
         self._observed.add(row.step, values)
         self._tracker.log(row.step, values, row.histograms)
         self._display.row(row.step, values)
+        self._tell_of_dashboard()
+
+    def _tell_of_dashboard(self) -> None:
+        """Now, not in a file at the end: a run may take days, and was to be watched."""
+        if failure := self._tracker.failure():
+            self._display.note(f"section tracking: a dashboard does not work ({failure}); metrics.jsonl has every row")
 
     # ------------------------------------------------------------ failures
 
@@ -433,3 +439,4 @@ class Supervisor:
         deadline_s = _TRACKER_HURRIED_S if hurried else _TRACKER_S
         if not self._tracker.close(deadline_s, None if hurried else report):
             self._display.note(f"the tracker did not finish within {deadline_s:g} s; metrics.jsonl has every row")
+        self._tell_of_dashboard()

@@ -149,6 +149,7 @@ def test_losses_and_weights_equal_the_plain_loop(ranks: int, model: Path, rows: 
     output = finish(start(rows, model, tmp_path, f"learner.ranks={ranks}", "--epochs", "2"))
     steps = 2 * ROWS // BATCH
     assert "1 of 40 training rows are longer than generator.max_model_len=96 and left out" in output
+    assert "steps are" in output and "passes over the others" in output
 
     expected = plain(model, steps)
     assert losses(tmp_path) == pytest.approx(expected.losses, rel=1e-3, abs=1e-4)
@@ -211,7 +212,7 @@ def test_the_same_command_goes_on_after_ctrl_c(model: Path, rows: Path, tmp_path
         (("--held-out", "-1"), "env.options.eval_count=-1: Input should be greater than or equal to 0"),
         (("sampling.temperature=0.5",), "sampling.temperature=0.5: rows are learned at temperature 1; leave it out"),
         (("seconds=9",), "seconds=9.0: fresco sft does not know it; set steps or --epochs"),
-        (("--batch", "64"), "rollout.groups_per_batch=64: env 'envs.chat:ChatFamily' has only 40 training tasks"),
+        (("--batch", "64"), "--batch=64: there are only 40 rows to train; give --batch 40, or more rows"),
         (
             ("env.name=math", "env.options={source: arithmetic}"),
             "learner.kind='supervised' does not fit env.name='math'",

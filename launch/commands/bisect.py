@@ -46,6 +46,7 @@ def bisect(arguments: argparse.Namespace) -> int:
     begun = list(begun_with(one, other))
     for kind, name, left, right in begun:
         say(f"{kind}: {name}: {left} | {right}")
+
     common = common_steps(one, other)
     if not common:
         spans = [f"{str(run.folder)!r} has steps {run.steps[0]} to {run.steps[-1]}" for run in (one, other)]
@@ -54,9 +55,11 @@ def bisect(arguments: argparse.Namespace) -> int:
     parting = first_parting(one, other)
     alike = f"every version, batch and metric that both recorded is alike, up to version {common[-1]}"
     print(f"first part at {parting}" if parting else alike)
+
     ends = {run.steps[-1] + 1: run.folder for run in (one, other)}
     if parting is None and len(ends) > 1:
         say(f"{ends[max(ends)]} goes on to version {max(ends)}")
+
     if parting is not None and arguments.replay:
         step = parting.step - (parting.kind == "version")
         if step < one.run.start_step:
@@ -64,10 +67,6 @@ def bisect(arguments: argparse.Namespace) -> int:
         else:
             _replay_both(one, other, step)
     return int(bool(begun) or parting is not None)
-
-
-def _span(run: Recorded) -> str:
-    return f"{run.steps[0]} to {run.steps[-1]}"
 
 
 def begun_with(one: Recorded, other: Recorded) -> Iterator[tuple[str, str, str, str]]:

@@ -32,8 +32,9 @@ def lab(arguments: argparse.Namespace) -> int:
     """Returns 0. Raises ConfigError."""
     recorded = Recorded(arguments.run)
     first, last = recorded.span(arguments.first, arguments.last)
-    wanted = {name: [f"algo.loss={name}"] for name in arguments.losses.split(",") if name}
-    wanted |= {text: text.split() for text in arguments.variants}
+    losses = [name.strip() for name in arguments.losses.split(",")]
+    wanted = {name: [f"algo.loss={name}"] for name in losses if name}
+    wanted |= {text: text.split() for text in arguments.variants if text.split()}
     if not wanted:
         raise ConfigError('give --losses grpo,topr,my_module:mine, or --with "algo.advantage=batch", or both')
     variants = {name: recorded.changed(items) for name, items in wanted.items()}

@@ -63,10 +63,12 @@ def replay(arguments: argparse.Namespace) -> int:
     first, last = recorded.span(arguments.first, arguments.last)
     trust = Trust(arguments.trust)
     config = recorded.changed(arguments.overrides)
+
     exact = arguments.exact if arguments.exact is not None else recorded.config.alarms.exact
     fields = {item.partition("=")[0] for item in arguments.overrides}
     if arguments.trail and (fields - COMPUTES or not arguments.trail.absolute().parent.is_dir()):
         raise ConfigError(f"--trail {arguments.trail}: name a file in a folder that is there, and change no field")
+
     if fields - COMPUTES:
         request = Request(first, last, {"changed": config}, exact=exact is not None)
     else:
@@ -106,7 +108,7 @@ def read(recorded: Recorded, request: Request) -> Iterator[Row]:
     except (CheckpointError, ValueError) as error:
         if own_place(error):  # in a loss of the user's own
             raise
-        raise ConfigError(f"{str(recorded.folder)!r}: {error}") from None
+        raise ConfigError(f"{str(recorded.folder)!r}: {' '.join(str(error).split())}") from None
 
 
 def _line(row: Row, beyond: bool) -> str:
@@ -141,6 +143,7 @@ def _verdict(recorded: Recorded, rows: list[Row], config: Config, overrides: lis
             file=sys.stderr,
         )
         return 1
+
     if parted is None:
         of = f"and the digests of {len(told)} versions" if told else "(no digests were recorded)"
         some = "steps" if len(known) == len(steps) else f"of {len(steps)} steps (the others were not recorded)"

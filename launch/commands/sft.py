@@ -93,7 +93,10 @@ def _as_yaml(value: str) -> str:
 def _with_totals(config: Config, family: EnvironmentFamily, epochs: float | None) -> Config:
     """With as many steps as the epochs have, and all held-out rows, unless the configuration says how many."""
     named = config.model_fields_set
-    steps = (1 if epochs is None else epochs) * family.task_count("train") / config.rollout.groups_per_batch
+    rows, batch = family.task_count("train"), config.rollout.groups_per_batch
+    if rows < batch:
+        raise ConfigError(f"--batch={batch}: there are only {rows} rows to train; give --batch {rows}, or more rows")
+    steps = (1 if epochs is None else epochs) * rows / batch
     if epochs is not None and ("steps" in named or not 0 < steps <= _MOST_STEPS):
         wrong = f"; it must be above 0, and make at most {_MOST_STEPS} steps"
         both = f" beside steps={config.steps}; give one of them"
@@ -122,7 +125,9 @@ def _token_rows(checked: Preflight, family: EnvironmentFamily, split: str) -> li
         raise ConfigError(f"{_UNTRAINED}={limit}: no row is that short; raise it, or give shorter rows")
     if long := count - len(kept):
         which = "training" if split == "train" else "held-out"
-        say(f"! {long} of {count} {which} rows are longer than {_UNTRAINED}={limit} and left out")
+        passes = config.steps * config.rollout.groups_per_batch / len(kept)
+        of_others = f"; {config.steps} steps are {passes:.2g} passes over the others" if split == "train" else ""
+        say(f"! {long} of {count} {which} rows are longer than {_UNTRAINED}={limit} and left out{of_others}")
     return kept
 
 

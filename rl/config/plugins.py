@@ -15,7 +15,7 @@ import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,7 +49,7 @@ def load(field: str, name: str, known: Mapping[str, Any]) -> Any:
 
     search_folder(os.getcwd())
     try:
-        module = _of_file(Path(module_name)) if is_file(module_name) else importlib.import_module(module_name)
+        module = _of_file(Path(module_name)) if is_file(module_name) else _imported(module_name)
     except ImportError as error:
         where = f"modules are looked for in our packages, the installed ones and {os.getcwd()}"
         raise ConfigError(f"{field}={name!r} cannot be imported: {error}; {where}") from error
@@ -101,10 +101,10 @@ def _of_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    name = f"{path.stem}_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
-    if name in sys.modules:
-        return sys.modules[name]
+    if (loaded := _loaded_from(path)) is not None:
+        return loaded
 
+    name = f"{path.stem}_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     search_folder(str(path.parent))
     spec = spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -115,6 +115,24 @@ def _of_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _imported(name: str) -> ModuleType:
+    """The module of this name, or that of the same file where a file was named before."""
+    spec = None if name in sys.modules else find_spec(name)
+    loaded = (
+        _loaded_from(Path(spec.origin).resolve()) if spec is not None and spec.has_location and spec.origin else None
+    )
+    return loaded or importlib.import_module(name)
+
+
+def _loaded_from(path: Path) -> ModuleType | None:
+    """The module of this file, under whatever name: what it registers it registers once."""
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and os.path.basename(file) == path.name and Path(file).resolve() == path:
+            return module
+    return None
 
 
 def make(field: str, name: str, known: Mapping[str, Any], needs: Sequence[str] = (), **arguments: Any) -> Any:

@@ -489,11 +489,20 @@ def _describe(error: ValidationError, tree: dict[str, Any]) -> str:
         others = f" ({len(removed) - 1} more fields of an earlier version are named as well)" if removed[1:] else ""
         return f"{removed[0]} was removed: write {instead[removed[0]]}{others}"
 
+    if first["type"] == "model_type" and len(first["loc"]) == 1:
+        field = next(iter(getattr(Config.model_fields[where].annotation, "model_fields", {})), "FIELD")
+        return f"{where}={first['input']!r}: it is a section of fields; set one, such as {where}.{field}"
+
     if first["type"] == "extra_forbidden":
         section: Any = Config
         for part in first["loc"][:-1]:
             listed = isinstance(part, int)
             section = get_args(section)[0] if listed else section.model_fields[str(part)].annotation
+
         key = str(first["loc"][-1])
+        sections = {name: getattr(field.annotation, "model_fields", {}) for name, field in Config.model_fields.items()}
+        elsewhere = [f"{name}.{key}" for name, fields in sections.items() if key in fields]
+        if elsewhere and len(first["loc"]) <= 2:
+            return f"unknown key {where!r}; did you mean {' or '.join(map(repr, elsewhere))}?"
         return f"unknown key {where!r}{nearest(key, list(section.model_fields))}"
     return first_fault(error, tree)

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from rl.config.recipes import find_recipe, recipe_places
+from rl.config.recipes import SHIPPED, find_recipe, recipe_places
 from rl.config.yaml_text import YamlRefused, read_yaml
 
 
@@ -109,9 +109,17 @@ def read_recipe(name: str | Path, folder: Path = Path(), extended_by: tuple[Path
 def _not_found(name: str | Path, folder: Path, extended_by: tuple[Path, ...]) -> str:
     places = recipe_places(name, folder)
     looked = " nor ".join(str(place.absolute()) for place in places)
-    known = [path.stem for place in places for path in place.parent.glob("*.yaml")]
+    named = Path(name)
+    here = {path.stem: str(named.with_name(path.name)) for path in places[0].parent.glob("*.yaml")}
+    shipped = {path.stem: path.stem for path in SHIPPED.glob("*.yaml")}
     of = f"{str(extended_by[-1])!r}: base=" if extended_by else ""
-    hint = nearest(Path(name).name.removesuffix(".yaml"), sorted(set(known)))
+
+    wanted = named.name.partition(".")[0]
+    if close := difflib.get_close_matches(wanted, shipped | here, n=1, cutoff=0.5):
+        hint = f"; did you mean {(shipped | here)[close[0]]!r}?"
+    else:
+        looked_in = here | (shipped if SHIPPED in [place.parent for place in places] else {})
+        hint = nearest("", sorted(looked_in.values()))
     return f"recipe {of}{str(name)!r} does not exist: there is no {looked}{hint}"
 
 

@@ -38,6 +38,7 @@ class Dashboard:
 class Tracker:
     def __init__(self, folder: Path, dashboard: Dashboard) -> None:
         self.dashboard = dashboard
+        self._is_told = False
         self._file = (folder / "metrics.jsonl").open("a", buffering=1)
 
     def log(self, step: int, values: dict[str, Any], histograms: dict[str, list[float]] | None = None) -> None:
@@ -49,6 +50,12 @@ class Tracker:
 
     def alert(self, title: str, text: str) -> None:
         self.dashboard.alert(title, text)
+
+    def failure(self) -> str:
+        """Why a dashboard does not show the run, the first time that it is asked for; empty where it does."""
+        error = "" if self._is_told else str(self.dashboard.describe().get("error", ""))
+        self._is_told = self._is_told or bool(error)
+        return " ".join(error.split())
 
     def close(self, deadline_s: float, report: Callable[[], Path] | None = None) -> bool:
         """Flush everything. False if the dashboard did not finish in time: its thread dies with the process."""

@@ -68,6 +68,7 @@ def _child(rank: int, ranks: int, device: str, main: Main, folder: Path, tell: C
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # the parent's handlers are for the parent
     die_with_parent(os.getppid())
+
     try:
         _join(rank, ranks, device, folder)
         for each in main(rank, folder):

@@ -53,7 +53,7 @@ class Recorded:
         self.config = self.run.config
         kept = steps_kept(folder)
         if (kind := self.config.learner.kind) != "fsdp":
-            raise ConfigError(f"{str(folder)!r}: learner.kind={kind} computes nothing that could be replayed")
+            raise ConfigError(f"{str(folder)!r}: learner.kind={kind} records no batches that could be replayed")
         if not kept:
             raise ConfigError(f"{str(folder)!r}: no batch in {folder / FOLDER}; run it with tracking.replay=full")
 
@@ -62,7 +62,8 @@ class Recorded:
         self.digests = read_version_digests(folder)
         path = folder / "metrics.jsonl"
         rows = readable(path.read_bytes().splitlines(), dict[str, Any]) if path.exists() else iter(())
-        self.metrics = {int(row["step"]): row for row in rows if "train/loss" in row}
+        steps = (row for row in rows if "train/loss" in row and isinstance(row.get("step"), int))
+        self.metrics = {row["step"]: {name: _told(value) for name, value in row.items()} for row in steps}
 
     def __reduce__(self) -> tuple[type[Recorded], tuple[Path]]:
         """Another process reads the folder itself, and so registers what the run has registered."""
@@ -135,6 +136,11 @@ class Recorded:
         row = self.metrics.get(n, {})
         both = {name: (value, row[name]) for name, value in values.items() if name in row}
         return {name: pair for name, pair in both.items() if (pair[0] if math.isfinite(pair[0]) else None) != pair[1]}
+
+
+def _told(value: Any) -> Any:
+    """None stands in the place of what a damaged row has instead of a number."""
+    return value if isinstance(value, int | float | list) else None
 
 
 def dealt(parts: Sequence[BatchPart], rank: int, ranks: int) -> BatchPart:

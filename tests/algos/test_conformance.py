@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -110,7 +110,7 @@ def test_each_check_can_fail(check: str) -> None:
         (lambda inputs: LossResult(inputs.logp_current[:1]), r"per_token has shape \(1,\), not one value per token"),
         (lambda inputs: LossResult(inputs.masked(inputs.advantages)), "there is no gradient"),
         (lambda inputs: LossResult(inputs.logp_current, {"mine": torch.ones(3)}), r"metric 'mine' has shape \(3,\)"),
-        (lambda inputs: LossResult(inputs.logp_current, {"mine": 1.0}), r"metric 'mine' has shape \(\)"),
+        (lambda inputs: LossResult(inputs.logp_current, {"mine": cast(Any, 1.0)}), r"metric 'mine' has shape \(\)"),
     ],
 )
 def test_a_result_that_nothing_can_be_trained_with(wrong: Callable[[LossInputs], Any], problem: str) -> None:

@@ -257,6 +257,8 @@ def test_a_dashboard_that_fails_fails_no_run(tmp_path: Path) -> None:
         dashboard.log(1, {"train/loss": 0.5}, {})
         dashboard.close(None)
         assert dashboard.describe() == expected
+        tracker = Tracker(tmp_path, dashboard)
+        assert tracker.failure() == expected["error"] and tracker.failure() == "", "it is told once"
 
 
 @pytest.mark.parametrize(

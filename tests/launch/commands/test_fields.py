@@ -46,3 +46,10 @@ def test_what_is_wrong_is_one_line(words: list[str], said: str, capsys: pytest.C
     except SystemExit as ended:
         code = ended.code
     assert code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["replay", "eval", "sft", "check-loss"])
+def test_what_may_be_left_out_is_not_asked_for(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command])
+    assert "=value" not in capsys.readouterr().err.splitlines()[-1]

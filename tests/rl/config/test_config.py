@@ -202,8 +202,33 @@ def test_a_recipe_that_is_nowhere_is_told_with_the_places_and_the_nearest(
 
     (tmp_path / "first.yaml").write_text("base: secnd")
     (tmp_path / "second.yaml").touch()
-    with pytest.raises(ConfigError, match=r"recipe '.*first\.yaml': base='secnd' does not .*; did you mean 'second'\?"):
+    with pytest.raises(ConfigError, match=r"recipe '.*first\.yaml': base='secnd' .*; did you mean 'second\.yaml'\?"):
         load_config("first")
+
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "third.yaml").write_text("name: third")
+    for wrong, right in (
+        ("deep/thrd.yaml", "deep/third.yaml"),
+        ("deep/third.yamll", "deep/third.yaml"),
+        ("exprments/math_cpu.yaml", "math_cpu"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"; did you mean {right!r}?")):
+            load_config(wrong)
+        load_config(right)  # what it names is there
+
+
+def test_a_section_is_no_field() -> None:
+    with pytest.raises(ConfigError, match=r"model='mine': it is a section of fields; set one, such as model\.path"):
+        load_config(None, ["model=mine"])
+
+
+@pytest.mark.parametrize(
+    ("item", "right"),
+    [("lr=1", "'learner.lr'"), ("generator.lr=1", "'learner.lr'"), ("dtype=x", "'model.dtype' or 'generator.dtype'")],
+)
+def test_a_field_without_its_section_is_told_with_it(item: str, right: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"unknown key '{item.partition('=')[0]}'; did you mean {right}?")):
+        load_config(None, [item])
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)

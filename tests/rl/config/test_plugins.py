@@ -138,3 +138,14 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path, text: str | None
         with pytest.raises(ConfigError) as caught:
             load("x.kind", f"{path}:reward", {})
         assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_is_loaded_once_whether_it_is_named_as_file_or_as_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it registers would else be registered twice: a recipe names ./twice.py:one, the lab twice:other."""
+    monkeypatch.chdir(tmp_path)
+    for name, order in {"twice": ("twice:Any", "./twice.py:Any"), "again": ("again.py:Any", "again:Any")}.items():
+        (tmp_path / f"{name}.py").write_text("class Any:\n    pass\n")
+        one, other = (load("algo.loss", each, {}) for each in order)
+        assert one is other and one is load("algo.loss", f"{tmp_path}/{name}.py:Any", {})

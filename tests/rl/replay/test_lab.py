@@ -124,3 +124,13 @@ def test_the_gain_is_the_reward_of_what_became_likelier() -> None:
     assert found["gain"] == pytest.approx(2 / 3 - 1 / 2)
     assert found["trust/ess"] == pytest.approx((2 + 1) ** 2 / (4 + 1) / 2)
     assert found["trust/kl"] == pytest.approx((2 - 1 - math.log(2)) / 5)
+
+
+def test_names_of_losses_may_stand_apart_and_nothing_is_no_variant(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["lab", str(run_folder), "--losses", "topr, cispo,", "--with", " ", "--to", "1"]) == 0
+    capsys.readouterr()
+    names = [each["name"] for each in gather(run_folder).facts["lab"]["losses"]]
+    assert names == [RECORDED, "topr", "cispo"]
+    assert main(["lab", str(run_folder), "--with", ""]) == 2

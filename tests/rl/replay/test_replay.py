@@ -184,7 +184,7 @@ def test_a_run_without_batches_is_refused(run_folder: Path, tmp_path: Path) -> N
     told = json.loads((folder / "run.json").read_text())
     told["config"]["learner"]["kind"] = "simulated"
     (folder / "run.json").write_text(json.dumps(told))
-    with pytest.raises(ConfigError, match=r"learner\.kind=simulated computes nothing that could be replayed"):
+    with pytest.raises(ConfigError, match=r"learner\.kind=simulated records no batches that could be replayed"):
         Recorded(folder)
 
 
@@ -261,3 +261,25 @@ def test_a_loss_that_fails_is_one_line(
 def test_a_wrong_name_is_told_before_anything_is_computed(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(run_folder), "algo.advantage=nowhere:mine"]) == 2
     assert "identical" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "code"),
+    [
+        ("metrics.jsonl", '{"train/loss": 1}', 0),
+        ("metrics.jsonl", '{"step": "x", "train/loss": 1}', 0),
+        ("metrics.jsonl", '{"step": null, "train/loss": 1}', 0),
+        ("metrics.jsonl", '{"step": 1, "train/loss": "x"}', 1),
+        ("digests.jsonl", '{"timeline": 0, "n": 1, "tensors": null}', 0),
+        ("changes.jsonl", '{"step": 1, "timeline": 0, "sets": {"learner.lr": "high"}}', 2),
+        ("changes.jsonl", "[1, 2]", 0),
+    ],
+)
+def test_a_damaged_line_is_left_out_or_told_in_one_line(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, line: str, code: int
+) -> None:
+    folder = without(run_folder, tmp_path / "run")
+    with (folder / file).open("a") as lines:
+        lines.write(f"{line}\n")
+    assert main(["replay", str(folder), "--to", "2"]) == code
+    assert capsys.readouterr().err.count("\n") == (code > 0)

@@ -16,11 +16,11 @@ def raised_by(*batches: tuple[int, list[int]]) -> list[str]:
     guards = BatchGuards(rules(train_tasks=100), Alarms(AlarmsConfig(), lambda name, _: raised.append(name)))
     for step, tasks in batches:
         samples = [
-            BatchSample(10 * task + member, task, task, step, EpisodeOutcome(step, step, member, 4))
+            BatchSample(10 * task + member, task, task, step, EpisodeOutcome(step, step, float(member), 4))
             for task in tasks
-            for member in (0.0, 1.0)
+            for member in (0, 1)
         ]
-        guards.batch(EmitBatch(step, samples, {}), Statistics())  # type: ignore[arg-type]
+        guards.batch(EmitBatch(step, samples, {}), Statistics())
     return [name for name in raised if name == "data-repeated"]
 
 

@@ -15,6 +15,7 @@ from launch.provenance import differences
 from launch.terminal import say
 from rl.config.damage import readable
 from rl.config.schema import Config, ConfigError, load_config
+from rl.learner.changes import read_changes, set_at
 from rl.store.checkpoint_folder import latest, read_meta
 
 AUTO, NEW = "auto", "new"
@@ -24,8 +25,23 @@ _OF_A_SITTING = {"resume", "resume_data"}
 def with_checkpoint(config: Config) -> Config:
     """The configuration with the checkpoint that its `resume` means, or none. Raises ConfigError.
 
-    Without `resume` a run of this name goes on that was of the same configuration and stopped before its end.
+    Without `resume` a run of this name goes on that was of the same configuration and stopped before its end. What
+    `fresco set` had set in a sitting ends with it, and is told.
     """
+    found = _with_checkpoint(config)
+    if found.resume is not None and (found.resume / "meta.json").exists():
+        held = set_at(read_changes(found.resume.absolute().parents[1]), read_meta(found.resume).step)
+        lost = [
+            f"{field}={value}"
+            for field, value in held.items()
+            if value != getattr(found.learner, field.partition(".")[2], value)
+        ]
+        if lost:
+            say(f"! what fresco set had set ended with that run; to keep it, give {' '.join(lost)}")
+    return found
+
+
+def _with_checkpoint(config: Config) -> Config:
     folder = config.runs / config.name
     asked = str(config.resume) if config.resume is not None else ""
     if asked == NEW or (not asked and config.steps == 0):

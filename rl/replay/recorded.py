@@ -107,7 +107,9 @@ class Recorded:
             raise ConfigError(f"--from {step}: the run begins at step {self.run.start_step}")
         began = self.config.resume
         if began is not None and not began.exists():
-            raise ConfigError(f"{began}, which the run began with, is not there any more; take --from a later step")
+            own_steps = sorted(steps_of(self.folder / "checkpoints"))
+            later = f"take --from {own_steps[0]}" if own_steps else "put it back there"
+            raise ConfigError(f"{began}, which the run began with, is not there any more; {later}")
         return began, self.run.start_step if began is None else read_meta(began).step
 
     def part(self, step: int, rank: int, ranks: int) -> BatchPart:

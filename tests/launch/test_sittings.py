@@ -194,3 +194,19 @@ def test_the_time_that_is_shown_goes_on() -> None:
     observed.go_on([{"step": 0, "eval/accuracy": 0.25}, {"step": 3, "train/loss": 1.0, "time/elapsed": 50.0}])
     assert observed.step_values({})["time/elapsed"] == pytest.approx(50, abs=5)
     assert observed.evals == [(0, 0.25)]
+
+
+def test_what_was_set_in_a_sitting_is_told_to_who_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ends with its run: the recipe says what the next one has."""
+    folder = tmp_path / "run"
+    begin(folder / "checkpoints", 4)
+    checkpoint = commit(folder / "checkpoints", Meta(4, 0, 1), b"", keep=9)
+    (folder / "changes.jsonl").write_text(
+        '{"step": 2, "timeline": 0, "sets": {"learner.lr": 0.5, "learner.warmup_steps": 7}}\n'
+        '{"step": 6, "timeline": 0, "sets": {"learner.lr": 0.9}}\n'
+    )
+    with_checkpoint(load_config(None, [f"resume={checkpoint}", "learner.warmup_steps=7"]))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == "! what fresco set had set ended with that run; to keep it, give learner.lr=0.5"
+    with_checkpoint(load_config(None, [f"resume={checkpoint}", "learner.warmup_steps=7", "learner.lr=0.5"]))
+    assert capsys.readouterr().out == ""

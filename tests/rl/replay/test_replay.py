@@ -283,3 +283,15 @@ def test_a_damaged_line_is_left_out_or_told_in_one_line(
         lines.write(f"{line}\n")
     assert main(["replay", str(folder), "--to", "2"]) == code
     assert capsys.readouterr().err.count("\n") == (code > 0)
+
+
+def test_a_run_that_went_on_from_a_folder_that_is_gone_begins_at_its_own_checkpoint(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    folder = without(run_folder, tmp_path / "run", "step-6")
+    told = json.loads((folder / "run.json").read_text())
+    told["config"]["resume"] = str(tmp_path / "gone" / "step-1")
+    (folder / "run.json").write_text(json.dumps(told | {"start_step": 1}))
+    with pytest.raises(ConfigError, match=r"is not there any more; take --from 3$"):
+        Recorded(folder).span(1, None)
+    assert Recorded(folder).span(3, None) == (3, STEPS)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rl.models.loading import copied
 from rl.models.policy import PackedModel
 from rl.models.protocol import local
-from rl.weights.host.page_lock import PageLock
+from rl.wire.page_lock import PageLock
 
 
 class HostWeights(nn.Module):

@@ -22,10 +22,10 @@ import numpy as np
 
 from rl.weights.channel import ITEM_BYTES, Entry, Piece, Receiver, Sender, Wait, WeightsCorrupt, WeightsError, label
 from rl.weights.host.layout import PART_BYTES, Manifest, Segment, Segments, combined_checksum, digests
-from rl.weights.host.page_lock import PageLock
 from rl.weights.host.slots import Geometry, SlotTable, draft_of
 from rl.wire.awake import Awake
 from rl.wire.messages import Version
+from rl.wire.page_lock import PageLock
 from rl.wire.process import WaitExpired
 from rl.wire.run import RunFile
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from rl.weights.channel import Channel, Entry, Wait, WeightsCorrupt, WeightsError
 from rl.weights.host.ends import HostReceiver, HostSender, wait_for
 from rl.weights.host.layout import Segments, combined_checksum, digests, part_of
-from rl.weights.host.page_lock import PageLock
 from rl.weights.host.shm_file import SlotsFile, remove_slots, slots_path
 from rl.weights.host.slots import Lease
 from rl.wire.messages import Version
+from rl.wire.page_lock import PageLock
 from rl.wire.run import RunFile
 
 

@@ -28,7 +28,7 @@ from rl.models.policy import Critic, Policy
 from rl.models.protocol import ModelOptions
 from rl.weights.host.ends import tensors, write
 from rl.weights.host.layout import Manifest
-from rl.weights.host.page_lock import PageLock
+from rl.wire.page_lock import PageLock
 from tests.rl.learner.tiny_policies import everywhere, group_batch_part, save_tiny
 
 pytestmark = [

@@ -20,7 +20,7 @@ from rl.learner.trainer import Trainer
 from rl.models.protocol import local
 from rl.models.team import make_mesh
 from rl.store.checkpoint_folder import Meta
-from rl.weights.host.page_lock import PageLock
+from rl.wire.page_lock import PageLock
 from tests.rl.learner.ranks import process_group, results_of_ranks
 from tests.rl.learner.test_trainer_ranks import SETTINGS, VARIANTS, train, weights
 from tests.rl.learner.tiny_policies import largest_difference, save_tiny

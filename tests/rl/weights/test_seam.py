@@ -10,8 +10,8 @@ from experiments.structure.checkout import FLOORS, Module, modules_of
 ROOT = Path(__file__).parents[3]
 HOST = "rl.weights.host"
 OUTSIDE = [each for each in modules_of(ROOT, *FLOORS) if not each.name.startswith("rl.weights")]
-THEIRS = {"Manifest", "TensorSpec", "Segment", "Segments", "SlotTable", "SlotsFile", "PageLock", "HostSender"}
-THEIRS |= {"HostReceiver", "combined_checksum", "draft_of", "page_lock"}
+THEIRS = {"Manifest", "TensorSpec", "Segment", "Segments", "SlotTable", "SlotsFile", "HostSender", "HostReceiver"}
+THEIRS |= {"combined_checksum", "draft_of"}
 
 
 def words(module: Module) -> set[str]:
@@ -26,7 +26,7 @@ def imports(module: Module) -> set[str]:
     return found | {alias.name for node in module.nodes if isinstance(node, ast.Import) for alias in node.names}
 
 
-def test_nobody_outside_speaks_of_slots_manifests_and_page_locks() -> None:
+def test_nobody_outside_speaks_of_slots_and_manifests() -> None:
     assert not {module.name: found for module in OUTSIDE if (found := words(module) & THEIRS)}
     moving = [each for each in OUTSIDE if each.name.startswith(("rl.learner", "rl.models", "rollout.generator"))]
     assert len(moving) > 30 and not [each.name for each in moving if "memoryview" in words(each)]

@@ -7,7 +7,7 @@ import mmap
 import pytest
 import torch
 
-from rl.weights.host.page_lock import PageLock
+from rl.wire.page_lock import PageLock
 
 PORTABLE, READ_ONLY = 1, 8
 

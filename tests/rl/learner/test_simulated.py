@@ -47,7 +47,7 @@ def test_three_steps_from_the_first_weights_to_the_end(make_run: MakeRun, transp
             harness.published(n)
         assert harness.take(EvalRequest).version == Version(0, 3)  # the first and the last version, once each
 
-        receiver = make_receiver(run, "test", 0)
+        receiver = make_receiver(run, "generator-0-0", 0)
         version, tensors = receiver.take(Version(0, 3), 60)
         (weight,) = [tensor.numpy().copy() for _, tensor in tensors]
         assert np.array_equal(weight, simulated_weights(version, 1024))

@@ -150,7 +150,7 @@ def run_learner(run: RunFile, work: list[list[BatchPart]], evaluations: list[int
         harness.published(run.start_step)
         rows = harness.train(work)
         last = run.start_step + len(work)
-        receiver = make_receiver(run, "test", 0)
+        receiver = make_receiver(run, "generator-0-0", 0)
         version, taken = receiver.take(Version(run.timeline, last), 10)
 
         assert version == Version(run.timeline, last)

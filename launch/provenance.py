@@ -16,6 +16,7 @@ import psutil
 from launch import __version__
 from launch.gpus import visible_gpus
 from rl.config.schema import Config, ConfigError, load_config
+from rl.config.tree import differing
 from rl.store.digests import DIGESTS, digest_of
 from rl.wire.run import RunFile
 
@@ -58,13 +59,8 @@ def read_provenance(folder: Path, config: Config) -> Provenance:
 
 def differences(base: Config, config: Config) -> dict[str, tuple[Any, Any]]:
     """The differences by dotted field: both values, where they differ."""
-    ours = flat(config.model_dump(mode="json"))
-    theirs = flat(base.model_dump(mode="json"))
-    return {
-        field: (theirs.get(field), ours.get(field))
-        for field in dict.fromkeys([*theirs, *ours])
-        if field not in _WHERE and theirs.get(field) != ours.get(field)
-    }
+    found = differing(*(flat(each.model_dump(mode="json")) for each in (base, config)))
+    return {field: values for field, values in found.items() if field not in _WHERE}
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,8 +11,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -21,6 +23,7 @@ from launch.provenance import commit as this_commit
 from launch.provenance import differences, read_provenance
 from launch.terminal import say
 from rl.config.schema import ConfigError
+from rl.config.tree import differing
 from rl.replay.parting import first_parting
 from rl.replay.recorded import Recorded
 
@@ -63,10 +66,8 @@ def begun_with(one: Recorded, other: Recorded) -> Iterator[tuple[str, str, str, 
 
     origins = [read_provenance(run.folder, run.config) for run in (one, other)]
     for kind in ("start", "versions", "machine"):
-        left, right = (getattr(origin, kind) for origin in origins)
-        for name in dict.fromkeys([*left, *right]):
-            if left.get(name) != right.get(name):
-                yield kind, name, left.get(name, "unknown"), right.get(name, "unknown")
+        for name, values in differing(*(getattr(origin, kind) for origin in origins)).items():
+            yield kind, name, values[0] or "unknown", values[1] or "unknown"
 
 
 def _replay_both(one: Recorded, other: Recorded, step: int) -> None:
@@ -88,33 +89,23 @@ def _between(run: Recorded, arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--good {arguments.good} --bad {arguments.bad}: no commit leads from one to the other")
 
     good = trail_under(_git("rev-parse", arguments.good), run, first, last)
-    what = parted(good, trail_under(listed[-1], run, first, last))
-    if what is None:
+
+    @cache
+    def differs(commit: str) -> str | None:
+        return parted(good, trail_under(commit, run, first, last))
+
+    if differs(listed[-1]) is None:
         print(f"{arguments.good} and {arguments.bad} compute the same, steps {first} to {last - 1}")
         return 0
-
-    low = 0
-    high = len(listed) - 1  # the first that differs is one of these
-    while low < high:
-        middle = (low + high) // 2
-        found = parted(good, trail_under(listed[middle], run, first, last))
-        if found is None:
-            low = middle + 1
-        else:
-            high = middle
-            what = found
-    say(f"{_git('log', '-1', '--format=%h %s', listed[low])}: the first commit that computes another {what}")
+    found = listed[bisect_left(listed, True, hi=len(listed) - 1, key=lambda commit: differs(commit) is not None)]
+    say(f"{_git('log', '-1', '--format=%h %s', found)}: the first commit that computes another {differs(found)}")
     return 1
 
 
 def parted(one: Trail, other: Trail) -> str | None:
     """The first thing that was computed otherwise, and its step."""
-    for n in sorted(one):
-        there = other.get(n, {})
-        for name, digest in one[n].items():
-            if there.get(name) != digest:
-                return f"{name} in step {n - 1}"
-    return None
+    named = ((n, name) for n in sorted(one) for name in one[n] if one[n][name] != other.get(n, {}).get(name))
+    return next((f"{name} in step {n - 1}" for n, name in named), None)
 
 
 def trail_under(commit: str, run: Recorded, first: int, last: int) -> Trail:

@@ -15,8 +15,7 @@ import msgspec
 
 from launch.report.gather import is_running
 from launch.terminal import say
-from rl.config.schema import ConfigError, validate
-from rl.config.tree import apply_override
+from rl.config.schema import ConfigError, overridden
 from rl.learner.changes import SETTABLE, WISH, Change, reachable, read_changes
 from rl.wire.run import RunFile
 
@@ -26,17 +25,13 @@ _TURN_S = 0.02
 def set_fields(arguments: argparse.Namespace) -> int:
     """Returns 0 once it is so. Raises ConfigError."""
     run = _live(arguments.run)
-    tree = run.config.model_dump(mode="json")
-    fields = []
     for item in arguments.overrides:
-        field = item.partition("=")[0]
-        if field not in SETTABLE:
+        if item.partition("=")[0] not in SETTABLE:
             raise ConfigError(f"{item}: it cannot change while a run goes on; what can is {', '.join(SETTABLE)}")
-        apply_override(tree, item)
-        fields.append(field)
 
-    learner = validate(tree).learner
-    made = _ask(arguments.run, run, Change(sets={field: getattr(learner, field.partition(".")[2]) for field in fields}))
+    learner = overridden(run.config.model_dump(mode="json"), arguments.overrides).learner
+    fields = [item.partition("=")[0].partition(".")[2] for item in arguments.overrides]
+    made = _ask(arguments.run, run, Change(sets={f"learner.{field}": getattr(learner, field) for field in fields}))
     say(f"from step {made.step} on: {', '.join(f'{name}={value}' for name, value in made.sets.items())}")
     return 0
 
@@ -60,8 +55,6 @@ def undo(arguments: argparse.Namespace) -> int:
 
 
 def _live(folder: Path) -> RunFile:
-    if not (folder / "run.json").exists():
-        raise ConfigError(f"{str(folder)!r} is no folder of a run (no run.json)")
     run = RunFile.load(folder)
     if not is_running(folder):
         raise ConfigError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections import defaultdict
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from launch.terminal import say
 from rl.config.schema import ConfigError
 from rl.replay.recorded import Recorded
 from rl.replay.replay import RECORDED, Request, Row
-from rl.wire.messages import BatchPart
 from rollout.episodes.pieces import Pieces
 from rollout.episodes.tokenizer import TokenizerError, load_tokenizer
 
@@ -68,7 +68,7 @@ def _loss(name: str, rows: list[Row], beyond: int | None) -> dict[str, Any]:
         "name": name,
         "gradient": values["train/grad_norm"],
         "cosine": first.cosine,
-        "clipped": {key: value for key, value in values.items() if key.startswith("loss/") and "_fraction" in key},
+        "stopped": max((values[key] for key in values if fnmatch(key, "loss/*_fraction")), default=0.0),
         "ess": values.get("loss/ess"),
         "by_age": first.by_age,
         "by_reward": first.by_reward,
@@ -91,11 +91,9 @@ def _total(rows: list[Row]) -> tuple[float, float] | None:
 def _samples(recorded: Recorded, step: int, found: dict[str, list[Row]]) -> list[dict[str, Any]]:
     """Those whose share of the update the losses see most differently, with what was said, and the pull of each token
     that was generated."""
-    shares = {name: rows[0].first.samples for name, rows in found.items() if rows[0].first is not None}
-    members = sorted(set().union(*shares.values()))
-    spread = {
-        member: max(each) - min(each) for member in members if (each := [of.get(member, 0.0) for of in shares.values()])
-    }
+    firsts = {name: rows[0].first for name, rows in found.items() if rows[0].first is not None}
+    members = sorted(set().union(*(first.samples for first in firsts.values())))
+    shares = {member: {name: first.samples.get(member, 0.0) for name, first in firsts.items()} for member in members}
 
     batch = recorded.part(step, 0, 1)
     try:
@@ -104,38 +102,22 @@ def _samples(recorded: Recorded, step: int, found: dict[str, list[Row]]) -> list
         pieces = Pieces(load_tokenizer(None))
 
     told = []
-    for member in sorted(members, key=lambda each: -spread[each])[:_SHOWN]:
+    for member in sorted(members, key=lambda each: min(shares[each].values()) - max(shares[each].values()))[:_SHOWN]:
         row = batch.rows[member]
-        ids, mask = _tokens(batch, member)
-        pulls = {name: rows[0].first.tokens.get(member, []) for name, rows in found.items() if rows[0].first}
+        own = batch.of_rows([member])
         told.append(
             {
-                "row": member,
                 "group": row.group_id,
-                "ticket": row.ticket_id,
                 "reward": row.reward,
                 "age": step - row.version,
                 "tokens": row.loss_tokens,
-                "share": {name: of.get(member, 0.0) for name, of in shares.items()},
-                "text": pieces.of(ids),
-                "generated": [place for place, set_ in enumerate(mask) if set_],
-                "pull": pulls,
+                "share": shares[member],
+                "text": pieces.of(own.token_ids.tolist()),
+                "generated": own.loss_mask.nonzero()[0].tolist(),
+                "pull": {name: first.tokens.get(member, []) for name, first in firsts.items()},
             }
         )
     return told
-
-
-def _tokens(batch: BatchPart, member: int) -> tuple[list[int], list[int]]:
-    """Token ids and loss mask of a sample, its sequences one after another."""
-    ids: list[int] = []
-    mask: list[int] = []
-    end = 0
-    for own, length in zip(batch.members, batch.lengths, strict=True):
-        if own == member:
-            ids += batch.token_ids[end : end + length].tolist()
-            mask += batch.loss_mask[end : end + length].tolist()
-        end += length
-    return ids, mask
 
 
 def _print(told: dict[str, Any], run: Path) -> None:
@@ -147,7 +129,6 @@ def _print(told: dict[str, Any], run: Path) -> None:
 
     for each in losses:
         curves = each["curves"]
-        stopped = max((v for k, v in each["clipped"].items() if k.endswith("_fraction")), default=0.0)
         cells = [
             f"{each['ess']:.3f}" if each["ess"] is not None else "",
             *(f"{curves[key][-1]:.3g}" if key in curves else "" for key in ("trust/ess", "trust/kl")),
@@ -157,18 +138,9 @@ def _print(told: dict[str, Any], run: Path) -> None:
         ]
 
         cosine = each["cosine"].get(RECORDED, 1.0)
-        row = f"{each['name']:{wide}} {each['gradient']:9.4g} {cosine:8.4f} {100 * stopped:7.2f} %"
+        row = f"{each['name']:{wide}} {each['gradient']:9.4g} {cosine:8.4f} {100 * each['stopped']:7.2f} %"
         say(f"{row} {' '.join(f'{cell:>18}' for cell in cells)}")
 
-    for what, key in (("age of the token", "by_age"), ("reward of the sample", "by_reward")):
-        keys = sorted(set().union(*(each[key] for each in losses)))
-        print(f"pull by {what}: {', '.join(keys)}")
-        for each in losses:
-            say(f"{each['name']:{wide}} " + " ".join(f"{100 * each[key].get(k, 0):6.1f} %" for k in keys))
-
-    for each in told["samples"][:5]:
-        share = ", ".join(f"{name} {100 * value:+.2f} %" for name, value in each["share"].items())
-        say(f"sample {each['row']} of group {each['group']}, reward {each['reward']:g}: {share}")
     if not told["reproduced"]:
         print("the run itself did not come out identical here: see fresco replay")
-    print(f"cosines of each pair, curves, and what was said: fresco report {run}, the page Lab")
+    print(f"pulls by age and reward, cosines of each pair, curves, samples: fresco report {run}, the page Lab")

@@ -8,6 +8,7 @@ the plug-in's own model when the run is planned, before any process starts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -453,12 +454,16 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
     path that is relative to itself.
     Raises ConfigError with one line that names the field, the value and the fix.
     """
-    tree = read_recipe(path) if path is not None else {}
-    for item in overrides or []:
+    return overridden(read_recipe(path) if path is not None else {}, overrides or [])
+
+
+def overridden(tree: dict[str, Any], overrides: Sequence[str]) -> Config:
+    """The configuration of a tree with `key=value` overrides. Raises ConfigError."""
+    for item in overrides:
         name, _, value = item.partition("=")
         if name in OPTIONS_OF:
             forget_options(tree, name, value)
-    for item in overrides or []:
+    for item in overrides:
         apply_override(tree, item)
     return validate(tree)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from rl.config.damage import readable
+from rl.config.damage import read_lines
 from rl.config.schema import LearnerConfig
 from rl.store.checkpoint_folder import drop_behind, steps_of
 
@@ -33,8 +33,7 @@ class Change(msgspec.Struct):
 
 
 def read_changes(run_folder: Path) -> list[Change]:
-    path = run_folder / FILE
-    return list(readable(path.read_bytes().splitlines(), Change)) if path.exists() else []
+    return list(read_lines(run_folder / FILE, Change))
 
 
 def set_at(changes: list[Change], step: int) -> Mapping[str, Any]:

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -36,7 +38,7 @@ from rl.replay.ranks import on_ranks
 from rl.replay.recorded import Recorded
 from rl.replay.watch import Watch
 from rl.store.checkpoint_folder import Meta
-from rl.wire.messages import BatchPart
+from rl.wire.messages import BatchPart, SampleRow
 
 RECORDED = "recorded"
 Tokens = Mapping[int, Tensor]
@@ -85,7 +87,10 @@ class Row:
 class Replay:
     """One rank's trainer."""
 
-    def __init__(self, recorded: Recorded, config: Config, rank: int, ranks: int, device: str, watch: Watch) -> None:
+    def __init__(
+        self, recorded: Recorded, config: Config, rank: int, ranks: int, device: str, exact: bool = False
+    ) -> None:
+        """exact: whether each step tells `exact/max` and its like, whatever they are."""
         run = recorded.run
         if run.model_folder is None or not run.model_folder.exists():
             raise ValueError(
@@ -95,7 +100,7 @@ class Replay:
         self._rank = rank
         self._ranks = ranks
         self._together = config.learner.context_parallel if ranks % config.learner.context_parallel == 0 else 1
-        self.watch = watch
+        self.watch = Watch()
 
         config = config.model_copy(deep=True)  # what was set in the run is set in it again
         torch.set_num_threads(config.learner.threads)
@@ -110,20 +115,16 @@ class Replay:
             mesh=None if alone else make_mesh(device, ranks, copies),
             team=make_team(device, self._together),
             device=device,
-            observe=watch,
+            observe=self.watch,
         )
 
-        watch.at(self.trainer)
+        self.watch.at(self.trainer)
         self._began = config.learner.model_copy()
-        self.exact: ExactCheck | None = None
 
-    def compare_exactly(self) -> None:
-        """From now on each step tells `exact/max` and its like, whatever they are."""
-        config = self.trainer.config
-        never = config.alarms.model_copy(update={"exact": math.inf})
+        never = config.alarms.model_copy(update={"exact": math.inf if exact else None})
+        told = config.model_copy(update={"alarms": never})
         alarms = Alarms(never, lambda name, detail: None)
-        never_told = config.model_copy(update={"alarms": never})
-        self.exact = ExactCheck(self.trainer.policy, never_told, alarms, self.trainer.counted)
+        self._exact = ExactCheck(self.trainer.policy, told, alarms, self.trainer.counted)
 
     def load(self, saved: Path | None) -> None:
         """Raises CheckpointError."""
@@ -143,7 +144,7 @@ class Replay:
         config = self.trainer.config.learner
         settle(config, self._began, self._recorded.sets(part.step, self._began))
         minibatches = self.trainer.minibatches(part)
-        compared = self.exact.batch(part.step, minibatches) if self.exact is not None else {}
+        compared = self._exact.batch(part.step, minibatches)
         stats = UpdateStats()
         for minibatch in minibatches:
             stats.add(self.trainer.update(minibatch, part.step, part.over))
@@ -175,15 +176,13 @@ def replayed(recorded: Recorded, request: Request) -> Iterator[Row]:
 def _rows(recorded: Recorded, request: Request, ranks: int, device: str, rank: int, folder: Path) -> Iterator[Row]:
     """Of one rank; all go through them together."""
     make = partial(Replay, recorded, rank=rank, ranks=ranks, device=device)
-    base = make(config=request.computed or recorded.config, watch=Watch())
+    base = make(config=request.computed or recorded.config, exact=request.exact)
     saved, at = recorded.state_before(request.first)
     base.load(saved)
-    if request.exact:
-        base.compare_exactly()
     yield base.row(RECORDED, at, {}, time.process_time())
 
     known: dict[int, Tokens] = {}
-    gradients: dict[str, list[Tensor]] = {}
+    gradients: dict[str, Tensor] = {}
     state = saved
     for step in range(at, request.last):
         if step == request.first and step != at and request.variants:
@@ -199,12 +198,12 @@ def _rows(recorded: Recorded, request: Request, ranks: int, device: str, rank: i
             known[step] = {member: table["log-probabilities"].float() for member, table in base.watch.tokens.items()}
         if compares:
             row.first = first_step(base.watch, part)
-            gradients[RECORDED] = base.watch.rows()
+            gradients[RECORDED] = base.watch.vector()
         yield row
 
     del base
     for name, config in request.variants.items():
-        other = make(config=config, watch=Watch())
+        other = make(config=config)
         other.load(state)
         for step in range(request.first, request.last):
             begin = time.process_time()
@@ -215,8 +214,8 @@ def _rows(recorded: Recorded, request: Request, ranks: int, device: str, rank: i
             row = other.row(name, step + 1, values, begin)
             if step == request.first:
                 row.first = first_step(other.watch, part)
-                gradients[name] = other.watch.rows()
-                row.first.cosine = {each: cosine(gradients[name], rows) for each, rows in gradients.items()}
+                gradients[name] = other.watch.vector()
+                row.first.cosine = {each: cosine(gradients[name], found) for each, found in gradients.items()}
             yield row
 
 
@@ -226,40 +225,37 @@ def nearness(own: Mapping[int, Mapping[str, Tensor]], known: Tokens, part: Batch
     Beside the two measures of trust stands `gain`: what the changed policy would have earned more than the run's on
     these tasks. Each sample counts by how much likelier it has become. `gain/error` is its standard error.
     """
-    rows = part.rows
-    means = {
-        group: _mean([row.reward for row in rows if row.group_id == group and not row.unrewarded])
-        for group in {row.group_id for row in rows}
-    }
-    sums = torch.zeros(8, dtype=torch.float64)
+    found = torch.zeros(len(part.rows), 3, dtype=torch.float64)  # of each sample: tokens, KL, log of its weight
     for member, table in own.items():
         before = known.get(member)
         logp = table["log-probabilities"]
+        if before is not None and len(before) == len(logp) > 0:
+            ratio = logp - before.double()
+            kl = (ratio.clamp(-_MOST, _MOST).expm1() - ratio).sum()
+            found[member] = torch.stack([torch.tensor(len(logp)), kl, ratio.sum()])
 
-        if before is None or len(before) != len(logp) or not len(logp):
-            continue
-
-        ratio = logp - before.double()
-        weight = ratio.sum().clamp(-_MOST, _MOST).exp()
-        over = 0.0 if rows[member].unrewarded else rows[member].reward - means[rows[member].group_id]
-        kl = (ratio.clamp(-_MOST, _MOST).expm1() - ratio).sum()
-        ones = torch.ones((), dtype=torch.float64)
-        sums += torch.stack(
-            [ones * len(logp), kl, ones, weight, weight**2, weight * over, weight**2 * over, (weight * over) ** 2]
-        )
-
-    tokens, kl, samples, weights, squares, earned, mixed, spread = all_reduce(sums, "sum").tolist()
-    if not samples:
+    found = all_reduce(found, "sum")
+    there = found[:, 0] > 0
+    if not there.any():
         return {}
-    gain = earned / weights
-    error = max(0.0, spread - 2 * gain * mixed + gain**2 * squares) ** 0.5 / weights
+
+    tokens, kl, ratio = found[there].T
+    weight = ratio.clamp(-_MOST, _MOST).exp()
+    over = _over_group(part.rows)[there]
+    gain = (weight * over).sum() / weight.sum()
     return {
-        "trust/ess": weights**2 / squares / samples,
-        "trust/kl": kl / tokens,
-        "gain": gain,
-        "gain/error": error,
+        "trust/ess": float(weight.sum() ** 2 / (weight**2).sum() / len(weight)),
+        "trust/kl": float(kl.sum() / tokens.sum()),
+        "gain": float(gain),
+        "gain/error": float((weight * (over - gain)).norm() / weight.sum()),
     }
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def _over_group(rows: Sequence[SampleRow]) -> Tensor:
+    """(N,) each reward less the mean of its group; 0 where none is known."""
+    rewards = defaultdict(list)
+    for row in rows:
+        if not row.unrewarded:
+            rewards[row.group_id].append(row.reward)
+    over = [0.0 if row.unrewarded else row.reward - fmean(rewards[row.group_id]) for row in rows]
+    return torch.tensor(over, dtype=torch.float64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -31,7 +32,7 @@ def set_fields(arguments: argparse.Namespace) -> int:
 
     learner = overridden(run.config.model_dump(mode="json"), arguments.overrides).learner
     fields = [item.partition("=")[0].partition(".")[2] for item in arguments.overrides]
-    made = _ask(arguments.run, run, Change(sets={f"learner.{field}": getattr(learner, field) for field in fields}))
+    made = _ask(run, Change(sets={f"learner.{field}": getattr(learner, field) for field in fields}))
     say(f"from step {made.step} on: {', '.join(f'{name}={value}' for name, value in made.sets.items())}")
     return 0
 
@@ -44,11 +45,11 @@ def undo(arguments: argparse.Namespace) -> int:
         there = ", ".join(map(str, known)) or "none; set learner.checkpoint_every"
         raise ConfigError(f"--to {arguments.to}: a run goes back to one of its two newest checkpoints: {there}")
 
-    made = _ask(arguments.run, run, Change(undo=arguments.to))
+    made = _ask(run, Change(undo=arguments.to))
     begin = time.monotonic()
     wanted = f'{{"timeline":{made.timeline},"n":{made.undo},'
-    while wanted not in (arguments.run / "versions.jsonl").read_text():
-        _wait(arguments.run, run, begin, f"learner.0 to publish version {made.undo} again")
+    versions = run.folder / "versions.jsonl"
+    _wait(run, f"learner.0 to publish version {made.undo} again", lambda: wanted in versions.read_text())
     seconds = time.monotonic() - begin
     print(f"version {made.undo} is the newest again, in timeline {made.timeline}, {seconds:.1f} s after the step's end")
     return 0
@@ -65,11 +66,11 @@ def _live(folder: Path) -> RunFile:
     return run
 
 
-def _ask(folder: Path, run: RunFile, wish: Change) -> Change:
+def _ask(run: RunFile, wish: Change) -> Change:
     """What was made of it. Raises ConfigError where another wish waits, or nobody takes this one."""
-    known = len(read_changes(folder))
-    path = folder / WISH
-    partial = folder / f"{WISH}.{os.getpid()}"
+    known = len(read_changes(run.folder))
+    path = run.folder / WISH
+    partial = run.folder / f"{WISH}.{os.getpid()}"
     partial.write_bytes(msgspec.json.encode(wish))
     try:
         os.link(partial, path)
@@ -78,21 +79,23 @@ def _ask(folder: Path, run: RunFile, wish: Change) -> Change:
     finally:
         partial.unlink()
 
-    begin = time.monotonic()
     try:
-        while len(changes := read_changes(folder)) == known:
-            if not path.exists() and len(read_changes(folder)) == known:
-                raise ConfigError("a newer checkpoint has come meanwhile, and this one is out of reach")
-            _wait(folder, run, begin, "learner.0 to end its step")
+        _wait(run, "learner.0 to end its step", lambda: not path.exists())
     finally:
         path.unlink(missing_ok=True)
+    changes = read_changes(run.folder)
+    if len(changes) == known:
+        raise ConfigError("a newer checkpoint has come meanwhile, and this one is out of reach")
     return changes[-1]
 
 
-def _wait(folder: Path, run: RunFile, begin: float, whom: str) -> None:
+def _wait(run: RunFile, whom: str, done: Callable[[], bool]) -> None:
+    """Raises ConfigError where it takes too long."""
     deadline_s = run.config.learner.batch_deadline_s
-    if time.monotonic() - begin > deadline_s or not is_running(folder):
-        raise ConfigError(
-            f"waited for {whom}, at most learner.batch_deadline_s={deadline_s:g} s; the run may have ended"
-        )
-    time.sleep(_TURN_S)
+    begin = time.monotonic()
+    while not done():
+        if time.monotonic() - begin > deadline_s or not is_running(run.folder):
+            raise ConfigError(
+                f"waited for {whom}, at most learner.batch_deadline_s={deadline_s:g} s; the run may have ended"
+            )
+        time.sleep(_TURN_S)

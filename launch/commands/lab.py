@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.table import Table
 
 from launch.commands.replay import Trust, read
 from launch.report.gather import LAB
-from launch.terminal import say
+from launch.terminal import CleanConsole
 from rl.config.schema import ConfigError
 from rl.replay.recorded import Recorded
 from rl.replay.replay import RECORDED, Request, Row
@@ -26,6 +27,7 @@ from rollout.episodes.tokenizer import TokenizerError, load_tokenizer
 
 _CURVES = ("train/grad_norm", "loss/entropy", "loss/kl_behavior", "loss/ess", "trust/ess", "trust/kl", "gain")
 _SHOWN = 12  # samples
+_WIDTH = 160  # columns
 
 
 def lab(arguments: argparse.Namespace) -> int:
@@ -122,25 +124,18 @@ def _samples(recorded: Recorded, step: int, found: dict[str, list[Row]]) -> list
 
 def _print(told: dict[str, Any], run: Path) -> None:
     losses = told["losses"]
-    wide = max(len(each["name"]) for each in losses)
     print(f"batch {told['first']}, exact; then {len(losses[0]['steps'])} steps with their trust")
-    heads = ("ess", "trust ess", "trust kl", "gain while trusted", "beyond trust", "CPU s")
-    print(f"{'loss':{wide}}  gradient   cosine   stopped " + " ".join(f"{head:>18}" for head in heads))
-
+    heads = ("loss", "gradient", "cosine", "stopped", "ess", "trust ess", "trust kl", "gain", "beyond trust", "CPU s")
+    table = Table(*heads, box=None, pad_edge=False)
     for each in losses:
-        curves = each["curves"]
-        cells = [
-            f"{each['ess']:.3f}" if each["ess"] is not None else "",
-            *(f"{curves[key][-1]:.3g}" if key in curves else "" for key in ("trust/ess", "trust/kl")),
-            f"{each['gain'][0]:+.4f} ± {each['gain'][1]:.4f}" if each["gain"] else "",
-            f"from version {each['beyond']}" if each["beyond"] else "",
-            f"{each['cpu_s']:.1f}",
-        ]
+        near = [each["curves"].get(key, [None])[-1] for key in ("trust/ess", "trust/kl")]
+        numbers = [each["gradient"], each["cosine"][RECORDED], each["stopped"], each["ess"], *near]
+        cells = ["" if number is None else f"{number:.4g}" for number in numbers]
+        gain = f"{each['gain'][0]:+.4f} ± {each['gain'][1]:.4f}" if each["gain"] else ""
+        beyond = f"from version {each['beyond']}" if each["beyond"] else ""
+        table.add_row(each["name"], *cells, gain, beyond, f"{each['cpu_s']:.1f}")
 
-        cosine = each["cosine"].get(RECORDED, 1.0)
-        row = f"{each['name']:{wide}} {each['gradient']:9.4g} {cosine:8.4f} {100 * each['stopped']:7.2f} %"
-        say(f"{row} {' '.join(f'{cell:>18}' for cell in cells)}")
-
+    CleanConsole(highlight=False, width=_WIDTH).print(table)
     if not told["reproduced"]:
         print("the run itself did not come out identical here: see fresco replay")
     print(f"pulls by age and reward, cosines of each pair, curves, samples: fresco report {run}, the page Lab")

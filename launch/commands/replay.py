@@ -7,6 +7,7 @@ counterfactual on the run's own batches, and every row says how far it can be tr
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 
@@ -61,11 +62,9 @@ def replay(arguments: argparse.Namespace) -> int:
     config = recorded.changed(arguments.overrides)
     exact = arguments.exact if arguments.exact is not None else recorded.config.alarms.exact
     fields = {item.partition("=")[0] for item in arguments.overrides}
-    if fields - COMPUTES:
-        request = Request(first, last, {"changed": config}, exact=exact is not None)
-    else:
-        computed = config if fields else None
-        request = Request(first, last, computed=computed, trail=bool(arguments.trail), exact=exact is not None)
+    variants = {"changed": config} if fields - COMPUTES else {}
+    computed = config if fields and not variants else None
+    request = Request(first, last, variants, computed, trail=bool(arguments.trail), exact=exact is not None)
 
     print(_HEAD)
     rows = []
@@ -130,7 +129,12 @@ def _verdict(recorded: Recorded, rows: list[Row], config: Config, overrides: lis
         print(f"identical: {len(steps)} steps, {len(steps[0].values) if steps else 0} metrics each {of}")
         return 0
 
-    worst, name, at = largest(steps)
+    apart = [
+        (math.inf if told is None else abs(value - told) / max(1.0, abs(told)), name, row.n)
+        for row in steps
+        for name, (value, told) in row.differing.items()
+    ]
+    worst, name, at = max(apart, default=(0.0, "any metric", parted.n))
     bound = BOUND[config.model.dtype]
     where = f"first at version {parted.n}: {', '.join([*parted.differing, *(parted.tensors or [])][:3])}"
 
@@ -145,13 +149,3 @@ def _verdict(recorded: Recorded, rows: list[Row], config: Config, overrides: lis
         file=sys.stderr,
     )
     return 1
-
-
-def largest(rows: list[Row]) -> tuple[float, str, int]:
-    """The largest difference of a metric of the run, its name and the version."""
-    found = [(0.0, "any metric", rows[0].n if rows else 0)]
-    for row in rows:
-        for name, (value, told) in row.differing.items():
-            apart = float("inf") if told is None else abs(value - told) / max(1.0, abs(told))
-            found.append((apart, name, row.n))
-    return max(found)

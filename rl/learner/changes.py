@@ -67,11 +67,6 @@ def unfinished(run_folder: Path, timeline: int) -> int | None:
     return undone[-1].undo if undone and undone[-1].timeline > timeline else None
 
 
-def is_wished(run_folder: Path) -> bool:
-    """Whether something is asked for."""
-    return (run_folder / WISH).exists()
-
-
 def take_wish(run_folder: Path, step: int, timeline: int) -> Change | None:
     """What is asked for, once, now that version `step` is there; it stands in the file on return. For rank 0."""
     path = run_folder / WISH

@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rl.config.schema import Config
@@ -41,6 +42,8 @@ from rl.store.checkpoint_folder import Meta
 from rl.wire.messages import BatchPart, SampleRow
 
 RECORDED = "recorded"
+Gradients = dict[str, Tensor]
+Table = Mapping[str, Tensor]
 Tokens = Mapping[int, Tensor]
 _MOST = 30.0  # nats of a whole sample: beyond that one sample is all there is
 
@@ -93,9 +96,7 @@ class Replay:
         """exact: whether each step tells `exact/max` and its like, whatever they are."""
         run = recorded.run
         if run.model_folder is None or not run.model_folder.exists():
-            raise ValueError(
-                f"{run.model_folder}, which the run began with, is not there any more; make it again there"
-            )
+            raise ValueError(f"{run.model_folder}, which the run began with, is gone; make it again there")
         self._recorded = recorded
         self._rank = rank
         self._ranks = ranks
@@ -135,31 +136,44 @@ class Replay:
         checkpoint.save(folder, self.trainer.trained(), Meta(step, self._recorded.run.timeline, self._ranks), b"", 1)
         return folder / f"step-{step}"
 
-    def part(self, step: int) -> BatchPart:
-        return self._recorded.part(step, self._rank // self._together, self._ranks // self._together)
+    def again(self, variant: str, step: int, trail: bool, gradients: Gradients | None, known: Tokens | None) -> Row:
+        """What `rl.learner.process.train` does with the batch of a step.
 
-    def step(self, part: BatchPart, *, deep: bool) -> dict[str, float]:
-        """What `rl.learner.process.train` does with a batch. Returns its metrics."""
-        self.watch.begin(deep=deep)
-        config = self.trainer.config.learner
-        settle(config, self._began, self._recorded.sets(part.step, self._began))
+        gradients: those of other variants for this step, to which this one is compared and added. known: the
+        log-probabilities under the run's own policy.
+        """
+        begin = time.process_time()
+        part = self._recorded.part(step, self._rank // self._together, self._ranks // self._together)
+        self.watch.begin(deep=trail or gradients is not None)
+        settle(self.trainer.config.learner, self._began, self._recorded.sets(step, self._began))
         minibatches = self.trainer.minibatches(part)
-        compared = self._exact.batch(part.step, minibatches)
+        compared = self._exact.batch(step, minibatches)
+
         stats = UpdateStats()
         for minibatch in minibatches:
-            stats.add(self.trainer.update(minibatch, part.step, part.over))
+            stats.add(self.trainer.update(minibatch, step, part.over))
         stats.all_reduce()
         values = stats.metrics() | compared
-        return values | {"train/loss": values.get("loss/objective", 0.0)}
+        values["train/loss"] = values.get("loss/objective", 0.0)
+        if known is not None:
+            values |= nearness(self.watch.tokens, known, part, self.trainer.counted)
+
+        row = self.row(variant, step + 1, values, begin)
+        if trail:
+            row.trail = self.watch.trail() | {f"{name} after the step": each for name, each in row.digests.items()}
+        if gradients is not None:
+            row.first = first_step(self.watch, part)
+            own = gradients[variant] = self.watch.vector()
+            row.first.cosine = {name: cosine(own, other) for name, other in gradients.items()}
+        return row
 
     def row(self, variant: str, n: int, values: dict[str, float], begin: float) -> Row:
         found = Row(variant, n, values)
         if variant == RECORDED:
-            digests = found.digests = tensor_digests(self.trainer.policy.trainable())
-            told = self._recorded.digests.get(n)
+            found.digests = tensor_digests(self.trainer.policy.trainable())
             found.differing = self._recorded.differing(n, values)
-            others = {name for name, digest in digests.items() if told is not None and told.get(name) != digest}
-            found.tensors = None if told is None else [name for name in digests if name in others]
+            if (told := self._recorded.digests.get(n)) is not None:
+                found.tensors = [name for name, digest in found.digests.items() if told.get(name) != digest]
         found.cpu_s = float(all_reduce(torch.tensor(time.process_time() - begin, dtype=torch.float64), "sum"))
         return found
 
@@ -182,45 +196,30 @@ def _rows(recorded: Recorded, request: Request, ranks: int, device: str, rank: i
     yield base.row(RECORDED, at, {}, time.process_time())
 
     known: dict[int, Tokens] = {}
-    gradients: dict[str, Tensor] = {}
+    gradients: Gradients = {}
     state = saved
     for step in range(at, request.last):
-        if step == request.first and step != at and request.variants:
+        first = bool(request.variants) and step == request.first
+        if first and step != at:
             state = base.save(folder / "checkpoints", step)
-        begin = time.process_time()
-        part = base.part(step)
-        compares = bool(request.variants) and step == request.first
-        row = base.row(RECORDED, step + 1, base.step(part, deep=compares or request.trail), begin)
-
-        if request.trail:
-            row.trail = base.watch.trail() | {f"{name} after the step": each for name, each in row.digests.items()}
-        if request.variants and step >= request.first:
-            known[step] = {member: table["log-probabilities"].float() for member, table in base.watch.tokens.items()}
-        if compares:
-            row.first = first_step(base.watch, part)
-            gradients[RECORDED] = base.watch.vector()
-        yield row
+        yield base.again(RECORDED, step, request.trail, gradients if first else None, known=None)
+        known[step] = {member: table["log-probabilities"].float() for member, table in base.watch.tokens.items()}
 
     del base
     for name, config in request.variants.items():
         other = make(config=config)
         other.load(state)
         for step in range(request.first, request.last):
-            begin = time.process_time()
-            part = other.part(step)
-            values = other.step(part, deep=step == request.first)
-
-            values |= nearness(other.watch.tokens, known[step], part)
-            row = other.row(name, step + 1, values, begin)
-            if step == request.first:
-                row.first = first_step(other.watch, part)
-                gradients[name] = other.watch.vector()
-                row.first.cosine = {each: cosine(gradients[name], found) for each, found in gradients.items()}
-            yield row
+            compared = gradients if step == request.first else None
+            yield other.again(name, step, trail=False, gradients=compared, known=known[step])
 
 
-def nearness(own: Mapping[int, Mapping[str, Tensor]], known: Tokens, part: BatchPart) -> dict[str, float]:
+def nearness(
+    own: Mapping[int, Table], known: Tokens, part: BatchPart, among: dist.ProcessGroup | None = None
+) -> dict[str, float]:
     """How near a policy is to that of the run, by the tokens of one batch, over all ranks.
+
+    among: ranks that have each sample once between them; None: all.
 
     Beside the two measures of trust stands `gain`: what the changed policy would have earned more than the run's on
     these tasks. Each sample counts by how much likelier it has become. `gain/error` is its standard error.
@@ -234,7 +233,7 @@ def nearness(own: Mapping[int, Mapping[str, Tensor]], known: Tokens, part: Batch
             kl = (ratio.clamp(-_MOST, _MOST).expm1() - ratio).sum()
             found[member] = torch.stack([torch.tensor(len(logp)), kl, ratio.sum()])
 
-    found = all_reduce(found, "sum")
+    found = all_reduce(found, "sum", among)
     there = found[:, 0] > 0
     if not there.any():
         return {}

@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 
 from rl.config.damage import read_lines
-from rl.store.samples import LineFile
 
 FILE = "digests.jsonl"
 
@@ -21,10 +20,6 @@ class VersionDigests(msgspec.Struct):
     timeline: int
     n: int
     tensors: dict[str, str]
-
-
-def digest_file(run_folder: Path) -> LineFile:
-    return LineFile(run_folder / FILE)
 
 
 def read_version_digests(run_folder: Path) -> dict[int, Mapping[str, str]]:

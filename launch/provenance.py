@@ -3,6 +3,7 @@ model, the data, the machine."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -91,10 +92,8 @@ def commit() -> str:
 def _versions() -> dict[str, str]:
     found = {"fresco": __version__, "commit": commit(), "python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 

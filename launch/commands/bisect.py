@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from bisect import bisect_left
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -110,13 +110,19 @@ def parted(one: Trail, other: Trail) -> str | None:
 
 def trail_under(commit: str, run: Recorded, first: int, last: int) -> Trail:
     """What the code of a commit computes, by `fresco replay --trail`; empty: this code. Raises ConfigError."""
-    with _checkout(commit) as folder, tempfile.TemporaryDirectory(prefix="fresco-trail-") as out:
-        path = Path(out) / "trail.json"
+    with tempfile.TemporaryDirectory(prefix="fresco-trail-") as name:
+        path = Path(name) / "trail.json"
+        code = _ROOT
+        if commit and commit != this_commit():
+            code = Path(name) / "code"
+            _git("archive", f"--output={code}.tar", commit)
+            shutil.unpack_archive(f"{code}.tar", code, filter="data")
+
         span = ["--from", str(first), "--to", str(last), "--trail", str(path)]
         words = [sys.executable, "-m", "launch.cli", "replay", str(run.folder.absolute()), *span]
-        modules = os.pathsep.join([str(folder), str(Path.cwd())])  # losses of the user's own stand where this was begun
+        modules = os.pathsep.join([str(code), str(Path.cwd())])  # losses of the user's own stand where this was begun
         ended = subprocess.run(
-            words, cwd=folder, env=os.environ | {"PYTHONPATH": modules}, capture_output=True, text=True
+            words, cwd=code, env=os.environ | {"PYTHONPATH": modules}, capture_output=True, text=True
         )
 
         if not path.exists():
@@ -124,21 +130,6 @@ def trail_under(commit: str, run: Recorded, first: int, last: int) -> Trail:
             raise ConfigError(f"commit {commit or 'of this code'} replays no step of {run.folder}: {said}")
         trail: Trail = msgspec.json.decode(path.read_bytes(), type=Trail, strict=False)
         return trail
-
-
-@contextmanager
-def _checkout(commit: str) -> Iterator[Path]:
-    """A folder with the code of a commit."""
-    if not commit or commit == this_commit():
-        yield _ROOT
-        return
-    with tempfile.TemporaryDirectory(prefix="fresco-commit-") as name:
-        folder = Path(name) / "code"
-        _git("worktree", "add", "--detach", "--force", str(folder), commit)
-        try:
-            yield folder
-        finally:
-            _git("worktree", "remove", "--force", str(folder))
 
 
 def _git(*words: str) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from rl.config.damage import read_lines
 from rl.config.schema import Config, ConfigError, LearnerConfig, overridden
+from rl.config.tree import differing
 from rl.learner.changes import read_changes, set_at
 from rl.store.batch_files import FOLDER, read_batch_part, steps_kept
 from rl.store.checkpoint_folder import read_meta, steps_of
@@ -69,9 +70,7 @@ class Recorded:
 
     def sets(self, step: int, config: LearnerConfig) -> dict[str, Any]:
         """What `fresco set` had set when batch `step` was trained, but for what this configuration changes itself."""
-        own = {
-            name for name in LearnerConfig.model_fields if getattr(config, name) != getattr(self.config.learner, name)
-        }
+        own = differing(dict(config), dict(self.config.learner))
         return {name: value for name, value in set_at(self._changes, step).items() if name.partition(".")[2] not in own}
 
     def span(self, first: int | None, last: int | None) -> tuple[int, int]:

@@ -13,21 +13,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from algos.advantages import group_centred
 from rl.config.schema import Config
 from rl.learner import checkpoint
 from rl.learner.changes import settle
-from rl.learner.credit import all_reduce
+from rl.learner.credit import all_reduce, rewarded_rows
 from rl.learner.guards import ExactCheck
 from rl.learner.tensor_digests import tensor_digests
 from rl.learner.trainer import Trainer
@@ -39,7 +38,7 @@ from rl.replay.ranks import on_ranks
 from rl.replay.recorded import Recorded
 from rl.replay.watch import Watch
 from rl.store.checkpoint_folder import Meta
-from rl.wire.messages import BatchPart, SampleRow
+from rl.wire.messages import BatchPart
 
 RECORDED = "recorded"
 Gradients = dict[str, Tensor]
@@ -240,7 +239,13 @@ def nearness(
 
     tokens, kl, ratio = found[there].T
     weight = ratio.clamp(-_MOST, _MOST).exp()
-    over = _over_group(part.rows)[there]
+    over = torch.zeros(len(part.rows), dtype=torch.float64)  # of each sample: its reward, less the mean of its group
+    rewarded = rewarded_rows(part)
+    rewards = over.new_tensor([row.reward for row in part.rows])
+    group = torch.tensor([row.group_id for row in part.rows])
+    over[rewarded] = group_centred(rewards[rewarded], group[rewarded]).double()
+    over = over[there]
+
     gain = (weight * over).sum() / weight.sum()
     return {
         "trust/ess": float(weight.sum() ** 2 / (weight**2).sum() / len(weight)),
@@ -248,13 +253,3 @@ def nearness(
         "gain": float(gain),
         "gain/error": float((weight * (over - gain)).norm() / weight.sum()),
     }
-
-
-def _over_group(rows: Sequence[SampleRow]) -> Tensor:
-    """(N,) each reward less the mean of its group; 0 where none is known."""
-    rewards = defaultdict(list)
-    for row in rows:
-        if not row.unrewarded:
-            rewards[row.group_id].append(row.reward)
-    over = [0.0 if row.unrewarded else row.reward - fmean(rewards[row.group_id]) for row in rows]
-    return torch.tensor(over, dtype=torch.float64)

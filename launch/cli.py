@@ -132,9 +132,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
     _add_replay(commands.add_parser("replay", help="train a run's recorded steps again: bit for bit, or changed"))
     _add_lab(commands.add_parser("lab", help="the run's own batches under several losses, advantages or corrections"))
-    _add_bisect(
-        commands.add_parser("bisect", help="where two runs part first, or which commit changed what is computed")
-    )
+    _add_bisect(commands.add_parser("bisect", help="where two runs part first, or which commit made the difference"))
     _add_set(commands.add_parser("set", help="change a field of a run that goes on, at the end of a step"))
     _add_undo(commands.add_parser("undo", help="take a run that goes on back to one of its checkpoints"))
 
@@ -345,9 +343,8 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 def _add_undo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="the folder of a run that goes on")
-    parser.add_argument(
-        "--to", type=int, required=True, metavar="N", help="the step of one of its two newest checkpoints"
-    )
+    reach = "the step of one of its two newest checkpoints"
+    parser.add_argument("--to", type=int, required=True, metavar="N", help=reach)
     parser.set_defaults(call="launch.commands.change:undo")
 
 

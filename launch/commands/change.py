@@ -58,9 +58,7 @@ def undo(arguments: argparse.Namespace) -> int:
 def _live(folder: Path) -> RunFile:
     run = RunFile.load(folder)
     if not is_running(folder):
-        raise ConfigError(
-            f"{str(folder)!r}: it does not go on; fresco run with resume=CHECKPOINT changes what it likes"
-        )
+        raise ConfigError(f"{str(folder)!r}: it does not go on; resume=CHECKPOINT of fresco run changes anything")
     if run.config.learner.kind == "simulated" and run.config.learner.ranks > 1:
         raise ConfigError("learner.kind=simulated changes nothing with more than one rank")
     return run
@@ -95,7 +93,6 @@ def _wait(run: RunFile, whom: str, done: Callable[[], bool]) -> None:
     begin = time.monotonic()
     while not done():
         if time.monotonic() - begin > deadline_s or not is_running(run.folder):
-            raise ConfigError(
-                f"waited for {whom}, at most learner.batch_deadline_s={deadline_s:g} s; the run may have ended"
-            )
+            limit = f"learner.batch_deadline_s={deadline_s:g} s"
+            raise ConfigError(f"waited for {whom}, at most {limit}; the run may have ended")
         time.sleep(_TURN_S)

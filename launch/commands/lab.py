@@ -27,7 +27,6 @@ from rollout.episodes.tokenizer import TokenizerError, load_tokenizer
 
 _CURVES = ("train/grad_norm", "loss/entropy", "loss/kl_behavior", "loss/ess", "trust/ess", "trust/kl", "gain")
 _SHOWN = 12  # samples
-_WIDTH = 160  # columns
 
 
 def lab(arguments: argparse.Namespace) -> int:
@@ -135,7 +134,7 @@ def _print(told: dict[str, Any], run: Path) -> None:
         beyond = f"from version {each['beyond']}" if each["beyond"] else ""
         table.add_row(each["name"], *cells, gain, beyond, f"{each['cpu_s']:.1f}")
 
-    CleanConsole(highlight=False, width=_WIDTH).print(table)
+    CleanConsole(highlight=False, width=160).print(table)
     if not told["reproduced"]:
         print("the run itself did not come out identical here: see fresco replay")
     print(f"pulls by age and reward, cosines of each pair, curves, samples: fresco report {run}, the page Lab")

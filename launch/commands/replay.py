@@ -41,9 +41,7 @@ class Trust:
         try:
             self.ess, self.kl = (float(each) for each in text.split(","))
         except ValueError:
-            raise ConfigError(
-                f"--trust {text}: give a least effective sample size and a largest KL: 0.5,0.05"
-            ) from None
+            raise ConfigError(f"--trust {text}: give least effective sample size, largest KL: 0.5,0.05") from None
         self._left: set[str] = set()
 
     def ends(self, row: Row) -> bool:
@@ -84,9 +82,8 @@ def _sampled_otherwise(recorded: Recorded, rows: list[Row], limit: float) -> boo
     wrong = [row for row in rows if not row.values.get("exact/max", 0.0) <= limit]
     if wrong:
         gap = wrong[0].values["exact/max"]
-        print(
-            f"batch {wrong[0].n - 1} is the first of {len(wrong)} with a token of another probability: {gap:.3g} nats"
-        )
+        where = f"batch {wrong[0].n - 1} is the first of {len(wrong)}"
+        print(f"{where} with a token of another probability: {gap:.3g} nats")
         for alarm in read_alarms(recorded.folder):
             say(f"the run raised {alarm.name} {alarm.when}: {alarm.detail}")
     return bool(wrong)

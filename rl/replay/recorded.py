@@ -48,12 +48,11 @@ class Recorded:
         self.folder = folder
         self.run = RunFile.load(folder)
         self.config = self.run.config
-        kept = steps_kept(folder)
-        if self.config.learner.kind != "fsdp" or not kept:
-            why = f"learner.kind={self.config.learner.kind}" if kept else f"no batch in {folder / FOLDER}"
+        self.steps = steps_kept(folder)
+        if self.config.learner.kind != "fsdp" or not self.steps:
+            why = f"learner.kind={self.config.learner.kind}" if self.steps else f"no batch in {folder / FOLDER}"
             raise ConfigError(f"{str(folder)!r}: {why}; run it with tracking.replay=full")
 
-        self.steps = kept
         self._changes = read_changes(folder)
         self.digests = read_version_digests(folder)
         rows = read_lines(folder / "metrics.jsonl", dict[str, Any])

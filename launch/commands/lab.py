@@ -20,6 +20,7 @@ from launch.commands.replay import Trust, read
 from launch.report.gather import LAB
 from launch.terminal import CleanConsole
 from rl.config.schema import ConfigError
+from rl.replay.lab import FirstStep
 from rl.replay.recorded import Recorded
 from rl.replay.replay import RECORDED, Request, Row
 from rollout.episodes.pieces import Pieces
@@ -48,22 +49,21 @@ def lab(arguments: argparse.Namespace) -> int:
         if trust.ends(row):
             beyond.setdefault(row.variant, row.n)
 
+    firsts = {name: rows[0].first for name, rows in found.items() if rows[0].first is not None}
     told = {
         "first": first,
         "trust": [trust.ess, trust.kl],
         "reproduced": all(row.identical for row in found[RECORDED]),
-        "losses": [_loss(name, rows, beyond.get(name)) for name, rows in found.items()],
-        "samples": _samples(recorded, first, found),
+        "losses": [_loss(name, found[name], pulled, beyond.get(name)) for name, pulled in firsts.items()],
+        "samples": _samples(recorded, first, firsts),
     }
     (arguments.run / LAB).write_bytes(msgspec.json.encode(told))
     _print(told, arguments.run)
     return 0
 
 
-def _loss(name: str, rows: list[Row], beyond: int | None) -> dict[str, Any]:
+def _loss(name: str, rows: list[Row], first: FirstStep, beyond: int | None) -> dict[str, Any]:
     """What one loss did: at the first step, then as curves. `beyond`: the version from which on it is not trusted."""
-    first = rows[0].first
-    assert first is not None
     values = rows[0].values
     return {
         "name": name,
@@ -89,10 +89,9 @@ def _total(rows: list[Row]) -> tuple[float, float] | None:
     return sum(gain for gain, _ in gains) / len(gains), math.hypot(*(error for _, error in gains)) / len(gains)
 
 
-def _samples(recorded: Recorded, step: int, found: dict[str, list[Row]]) -> list[dict[str, Any]]:
+def _samples(recorded: Recorded, step: int, firsts: dict[str, FirstStep]) -> list[dict[str, Any]]:
     """Those whose share of the update the losses see most differently, with what was said, and the pull of each token
     that was generated."""
-    firsts = {name: rows[0].first for name, rows in found.items() if rows[0].first is not None}
     members = sorted(set().union(*(first.samples for first in firsts.values())))
     shares = {member: {name: first.samples.get(member, 0.0) for name, first in firsts.items()} for member in members}
 

@@ -52,16 +52,13 @@ def _told(sums: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _weighted(rows: Tensor, first: int) -> Tensor:
     """The sum of the rows (n, width), the first of which stands at place `first` of the whole tensor."""
-    count, width = rows.shape
-    total = torch.zeros((), dtype=torch.int64, device=rows.device)
-    if not count or not width:
-        return total
+    width = rows.shape[1]
     bits = rows.contiguous().view(_BITS[rows.element_size()])
     columns = _odd(0, width, 1, rows.device)
-    lines = max(1, _CHUNK.get(rows.device.type, _CHUNK_ELSEWHERE) // width)
-    for begin in range(0, count, lines):
-        own = bits[begin : begin + lines]
-        total += ((own * columns).sum(1) * _odd(first + begin, len(own), 0, rows.device)).sum()
+    lines = max(1, _CHUNK.get(rows.device.type, _CHUNK_ELSEWHERE) // max(1, width))
+    total = torch.zeros((), dtype=torch.int64, device=rows.device)
+    for place, own in enumerate(bits.split(lines)):
+        total += ((own * columns).sum(1) * _odd(first + place * lines, len(own), 0, rows.device)).sum()
     return total
 
 

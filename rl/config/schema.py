@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from rl.config.alarms import AlarmsConfig
 from rl.config.algo import AlgoConfig
@@ -168,12 +168,6 @@ class LearnerConfig(Section):
     router_replay: Annotated[Literal["auto", "off"], Where("mixtures of experts")] = "auto"
     """`auto`: the learner's routers choose the experts that the engine's chose; `off`: by themselves."""
 
-    @field_validator("router_replay", mode="before")
-    @classmethod
-    def _off_is_a_word(cls, value: Any) -> Any:
-        """YAML reads `off` as false."""
-        return "off" if value is False else value
-
     threads: Annotated[int, Where("CPUs")] = Field(1, ge=1)
     """CPU threads of one rank."""
     checkpoint_every: int = Field(0, ge=0)
@@ -211,12 +205,6 @@ class WeightsConfig(Section):
     """Compare the log-probabilities of a short text of the run in engine and learner after each update."""
     probe_tolerance: float | None = Field(None, gt=0)
     """Largest mean difference of these in nats; null: 1e-3 for float32, 0.1 for bfloat16."""
-
-    @field_validator("delta", mode="before")
-    @classmethod
-    def _off(cls, value: Any) -> Any:
-        """YAML reads `off` as false."""
-        return "off" if value is False else value
 
 
 class EvalConfig(Section):
@@ -264,12 +252,6 @@ class TrackingConfig(Section):
     """What goes to `<run>/trace`: nothing, the learner's phases and weight loads, or every ticket's life as well."""
     live: Annotated[bool, Where("terminals")] = True
     """Show progress as a table that is drawn anew, instead of lines."""
-
-    @field_validator("trace", "replay", mode="before")
-    @classmethod
-    def _off_is_a_word(cls, value: Any) -> Any:
-        """YAML reads `off` as false."""
-        return "off" if value is False else value
 
 
 class NetworkConfig(Section):

@@ -32,7 +32,7 @@ def tensor_digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     for name, tensor in named:
         rows, first = local_part(tensor)
         rows = rows if is_told(tensor) else rows[:0]
-        sums[name] = _weighted(rows.flatten(1) if rows.ndim > 1 else rows[:, None], first)
+        sums[name] = _weighted(rows.flatten(1) if rows.ndim > 1 else rows.reshape(-1, 1), first)
     return _told(sums)
 
 

@@ -105,18 +105,17 @@ def _samples(recorded: Recorded, step: int, firsts: dict[str, FirstStep]) -> lis
     for member in sorted(members, key=lambda each: min(shares[each].values()) - max(shares[each].values()))[:_SHOWN]:
         row = batch.rows[member]
         own = batch.of_rows([member])
-        told.append(
-            {
-                "group": row.group_id,
-                "reward": row.reward,
-                "age": step - row.version,
-                "tokens": row.loss_tokens,
-                "share": shares[member],
-                "text": pieces.of(own.token_ids.tolist()),
-                "generated": own.loss_mask.nonzero()[0].tolist(),
-                "pull": {name: first.tokens.get(member, []) for name, first in firsts.items()},
-            }
-        )
+        facts = {
+            "group": row.group_id,
+            "reward": row.reward,
+            "age": step - row.version,
+            "tokens": row.loss_tokens,
+            "share": shares[member],
+        }
+
+        pull = {name: first.tokens.get(member, []) for name, first in firsts.items()}
+        generated = own.loss_mask.nonzero()[0].tolist()
+        told.append(facts | {"text": pieces.of(own.token_ids.tolist()), "generated": generated, "pull": pull})
     return told
 
 

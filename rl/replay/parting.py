@@ -83,6 +83,7 @@ def _columns(step: int, left: BatchPart, right: BatchPart) -> Iterator[Parting]:
     pairs = {
         member: [part.of_rows([member]).columns for part in (left, right)] for member in dict.fromkeys(left.members)
     }
+
     for name in left.columns:
         for member, (one, other) in pairs.items():
             values = [one[name], other.get(name, np.zeros(0))]

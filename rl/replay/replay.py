@@ -202,7 +202,8 @@ def _rows(recorded: Recorded, request: Request, ranks: int, device: str, rank: i
         if first and step != at:
             state = base.save(folder / "checkpoints", step)
         yield base.again(RECORDED, step, request.trail, gradients if first else None, known=None)
-        known[step] = {member: table["log-probabilities"].float() for member, table in base.watch.tokens.items()}
+        if request.variants and step >= request.first:
+            known[step] = {member: table["log-probabilities"].float() for member, table in base.watch.tokens.items()}
 
     del base
     for name, config in request.variants.items():

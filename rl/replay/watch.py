@@ -77,5 +77,6 @@ class Watch:
         return place_digests(tables) | {f"gradient of {name}": digest for name, digest in gradients.items()}
 
     def vector(self) -> Tensor:
-        """This rank's part of the gradient, in float64."""
-        return torch.cat([local(each).double().flatten() for _, each in self.gradient])
+        """This rank's part of the gradient, in float64; empty where no step was made."""
+        parts = [local(each).double().flatten() for _, each in self.gradient]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)

@@ -119,6 +119,7 @@ def behaviour_and_learner(batch_parts: list[BatchPart], folder: Path, model: Pat
     return worst, spanning
 
 
+@pytest.mark.docs
 def test_a_real_run_is_right_end_to_end(tmp_path: Path) -> None:
     with system(tmp_path) as process:
         output, _ = process.communicate(timeout=800)

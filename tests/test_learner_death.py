@@ -59,7 +59,13 @@ def check_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "transport", ["shm", "zmq", "zmq network.transport=tcp", GLOO], ids=["shm", "zmq", "tcp", "nccl"]
+    "transport",
+    [
+        pytest.param("shm", id="shm"),
+        pytest.param("zmq", id="zmq", marks=pytest.mark.docs),
+        pytest.param("zmq network.transport=tcp", id="tcp", marks=pytest.mark.docs),
+        pytest.param(GLOO, id="nccl", marks=pytest.mark.docs),
+    ],
 )
 @pytest.mark.parametrize(("rank", "at"), [(0, 3), (1, 13)])
 def test_a_killed_rank_costs_nothing_but_time(tmp_path: Path, transport: str, rank: int, at: int) -> None:

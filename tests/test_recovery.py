@@ -57,7 +57,9 @@ def check(summary: dict[str, Any], tmp_path: Path, steps: int, restarts: dict[st
     assert {batch_part.timeline for batch_part in batch_parts} == {0}
 
 
-@pytest.mark.parametrize("transport", [IPC, TCP], ids=["ipc", "tcp"])
+@pytest.mark.parametrize(
+    "transport", [pytest.param(IPC, id="ipc"), pytest.param(TCP, id="tcp", marks=pytest.mark.docs)]
+)
 def test_broker_and_proxy_are_replaced_while_the_others_go_on(tmp_path: Path, transport: tuple[str, ...]) -> None:
     """Over tcp each successor listens at another port."""
     process = start(tmp_path, "steps=60", "learner.max_restarts=9", *SLOW, *transport)

@@ -120,8 +120,14 @@ class PriorityQueue(Generic[T]):
         return self._heap[0][2] if self._heap else None
 
     def set_head_aside(self) -> None:
-        """Take the head of the queue aside: it blocks nobody until `recall`."""
-        self._aside.append(heapq.heappop(self._heap)[2])
+        """Take the head of the queue aside: it blocks nobody until `recall`.
+
+        What left and came back under its own key before its old entry was dropped stands in the queue twice.
+        """
+        request = heapq.heappop(self._heap)[2]
+        while self._heap and self._heap[0][2] is request:
+            heapq.heappop(self._heap)
+        self._aside.append(request)
 
     def recall(self) -> None:
         """What was set aside stands in its old place again."""

@@ -51,6 +51,23 @@ class Waiter:
 OPERATIONS = ("arrive", "arrive", "serve", "leave", "return", "return renamed", "set aside", "recall")
 
 
+def test_what_left_and_came_back_is_set_aside_with_its_old_entry() -> None:
+    first, second = Waiter(0, 0), Waiter(1, 0)
+    queue: PriorityQueue[Waiter] = PriorityQueue()
+    queue.push(first)
+    queue.push(second)
+    second.queued = False
+    second.queued = True
+    queue.push(second)  # its old entry has not been at the head meanwhile
+
+    first.queued = False
+    assert queue.head() is second
+    queue.set_head_aside()
+    assert queue.head() is None
+    queue.recall()
+    assert queue.head() is second
+
+
 @given(st.lists(st.sampled_from(OPERATIONS), max_size=400), st.randoms(use_true_random=False))
 def test_the_queue_serves_by_priority_and_arrival(operations: list[str], pick: random.Random) -> None:
     """Whoever returns under its own key stands in its old place; under a new key in the place of that key."""

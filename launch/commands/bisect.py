@@ -115,8 +115,8 @@ def trail_under(commit: str, run: Recorded, first: int, last: int) -> Trail:
         code = _ROOT
         if commit and commit != this_commit():
             code = Path(name) / "code"
-            _git("archive", f"--output={code}.tar", commit)
-            shutil.unpack_archive(f"{code}.tar", code, filter="data")
+            _git("archive", f"--output={code}.zip", commit)
+            shutil.unpack_archive(f"{code}.zip", code)
 
         span = ["--from", str(first), "--to", str(last), "--trail", str(path)]
         words = [sys.executable, "-m", "launch.cli", "replay", str(run.folder.absolute()), *span]

@@ -134,9 +134,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
     _add_replay(commands.add_parser("replay", help="train a run's recorded steps again: bit for bit, or changed"))
     _add_lab(commands.add_parser("lab", help="the run's own batches under several losses, advantages or corrections"))
-    _add_bisect(
-        commands.add_parser("bisect", help="where two runs part first, or which commit changed what is computed")
-    )
+    _add_bisect(commands.add_parser("bisect", help="where two runs part first, or which commit made the difference"))
     _add_set(commands.add_parser("set", help="change a field of a run that goes on, at the end of a step"))
     _add_undo(commands.add_parser("undo", help="take a run that goes on back to one of its checkpoints"))
 
@@ -318,11 +316,10 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="a run's folder, with batches (tracking.replay)")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="fields of algo, or of how the learner learns"
-    )
-    _add_span(parser)
+    _add_recorded(parser)
+    learns = "fields of algo, or of how the learner learns"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=learns)
+    _add_trust(parser)
     exact = "compare each token with the weights that sampled it; name the first batch beyond NATS (alarms.exact)"
     parser.add_argument("--exact", type=_nats, metavar="NATS", help=exact)
     parser.add_argument("--trail", type=Path, help="write digests of what each step computed to this JSON file")
@@ -330,23 +327,27 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_lab(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="a run's folder, with batches (tracking.replay)")
+    _add_recorded(parser)
     parser.add_argument("--losses", default="", metavar="A,B,…", help="registered losses, or package.module:name")
     more = "another variant: fields of algo or of the learner, as one word; may be given again"
     parser.add_argument("--with", action="append", default=[], dest="variants", metavar="'key=value …'", help=more)
-    _add_span(parser)
+    _add_trust(parser)
     parser.set_defaults(call="launch.commands.lab:lab")
 
 
 def _add_bisect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="a run's folder, with batches (tracking.replay)")
+    _add_recorded(parser)
     parser.add_argument("other", type=Path, nargs="?", help="the run that came out otherwise")
     parser.add_argument("--replay", action="store_true", help="compute the step anew, under the code of each run")
     parser.add_argument("--good", metavar="COMMIT", help="with one run: a commit that computes it right")
     parser.add_argument("--bad", metavar="COMMIT", help="a later one that does not")
-    parser.add_argument("--from", type=int, dest="first", metavar="N", help="of --good and --bad: the first step")
-    parser.add_argument("--to", type=int, dest="last", metavar="M", help="and up to this version")
     parser.set_defaults(call="launch.commands.bisect:bisect")
+
+
+def _add_recorded(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="a run's folder, with batches (tracking.replay)")
+    parser.add_argument("--from", type=int, dest="first", metavar="N", help="the first step (the earliest there is)")
+    parser.add_argument("--to", type=int, dest="last", metavar="M", help="up to this version (the last one)")
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:
@@ -357,15 +358,12 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 def _add_undo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="the folder of a run that goes on")
-    parser.add_argument(
-        "--to", type=int, required=True, metavar="N", help="the step of one of its two newest checkpoints"
-    )
+    reach = "the step of one of its two newest checkpoints"
+    parser.add_argument("--to", type=int, required=True, metavar="N", help=reach)
     parser.set_defaults(call="launch.commands.change:undo")
 
 
-def _add_span(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--from", type=int, dest="first", metavar="N", help="the first step (the earliest there is)")
-    parser.add_argument("--to", type=int, dest="last", metavar="M", help="up to this version (the last one)")
+def _add_trust(parser: argparse.ArgumentParser) -> None:
     trust = "how near a changed policy must stay: least effective sample size, largest KL in nats a token (0.5,0.05)"
     parser.add_argument("--trust", default="0.5,0.05", metavar="ESS,KL", help=trust)
 

@@ -3,6 +3,7 @@ model, the data, the machine."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -16,6 +17,7 @@ import psutil
 from launch import __version__
 from launch.gpus import visible_gpus
 from rl.config.schema import Config, ConfigError, load_config
+from rl.config.tree import differing
 from rl.store.digests import DIGESTS, digest_of
 from rl.wire.run import RunFile
 
@@ -59,13 +61,8 @@ def read_provenance(folder: Path, config: Config) -> Provenance:
 
 def differences(base: Config, config: Config) -> dict[str, tuple[Any, Any]]:
     """The differences by dotted field: both values, where they differ."""
-    ours = flat(config.model_dump(mode="json"))
-    theirs = flat(base.model_dump(mode="json"))
-    return {
-        field: (theirs.get(field), ours.get(field))
-        for field in dict.fromkeys([*theirs, *ours])
-        if field not in _WHERE and theirs.get(field) != ours.get(field)
-    }
+    found = differing(*(flat(each.model_dump(mode="json")) for each in (base, config)))
+    return {field: values for field, values in found.items() if field not in _WHERE}
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -96,10 +93,8 @@ def commit() -> str:
 def _versions() -> dict[str, str]:
     found = {"fresco": __version__, "commit": commit(), "python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 

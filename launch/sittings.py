@@ -13,7 +13,7 @@ from typing import Any
 
 from launch.provenance import differences
 from launch.terminal import say
-from rl.config.damage import readable
+from rl.config.damage import read_lines
 from rl.config.schema import Config, ConfigError, load_config
 from rl.learner.changes import read_changes, set_at
 from rl.store.checkpoint_folder import latest, read_meta
@@ -73,8 +73,7 @@ def history_of(checkpoint: Path, step: int, evaluates: bool) -> Iterator[dict[st
 
 def read_rows(run: Path) -> Iterator[dict[str, Any]]:
     """Rows of `metrics.jsonl`, as far as they can be read."""
-    path = run / "metrics.jsonl"
-    return readable(path.read_bytes().splitlines(), dict[str, Any]) if path.is_file() else iter(())
+    return read_lines(run / "metrics.jsonl", dict[str, Any])
 
 
 def _of_folder(config: Config) -> Config:

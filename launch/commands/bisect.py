@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from bisect import bisect_left
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -21,6 +23,7 @@ from launch.provenance import commit as this_commit
 from launch.provenance import differences, read_provenance
 from launch.terminal import say
 from rl.config.schema import ConfigError
+from rl.config.tree import differing
 from rl.replay.parting import common_steps, first_parting
 from rl.replay.recorded import Recorded
 
@@ -77,10 +80,8 @@ def begun_with(one: Recorded, other: Recorded) -> Iterator[tuple[str, str, str, 
 
     origins = [read_provenance(run.folder, run.config) for run in (one, other)]
     for kind in ("start", "versions", "machine"):
-        left, right = (getattr(origin, kind) for origin in origins)
-        for name in dict.fromkeys([*left, *right]):
-            if left.get(name) != right.get(name):
-                yield kind, name, left.get(name, "unknown"), right.get(name, "unknown")
+        for name, values in differing(*(getattr(origin, kind) for origin in origins)).items():
+            yield kind, name, values[0] or "unknown", values[1] or "unknown"
 
 
 def _replay_both(one: Recorded, other: Recorded, step: int) -> None:
@@ -102,44 +103,40 @@ def _between(run: Recorded, arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--good {arguments.good} --bad {arguments.bad}: no commit leads from one to the other")
 
     good = trail_under(_git("rev-parse", arguments.good), run, first, last)
-    what = parted(good, trail_under(listed[-1], run, first, last))
-    if what is None:
+
+    @cache
+    def differs(commit: str) -> str | None:
+        return parted(good, trail_under(commit, run, first, last))
+
+    if differs(listed[-1]) is None:
         print(f"{arguments.good} and {arguments.bad} compute the same, steps {first} to {last - 1}")
         return 0
-
-    low = 0
-    high = len(listed) - 1  # the first that differs is one of these
-    while low < high:
-        middle = (low + high) // 2
-        found = parted(good, trail_under(listed[middle], run, first, last))
-        if found is None:
-            low = middle + 1
-        else:
-            high = middle
-            what = found
-    say(f"{_git('log', '-1', '--format=%h %s', listed[low])}: the first commit that computes another {what}")
+    found = listed[bisect_left(listed, True, hi=len(listed) - 1, key=lambda commit: differs(commit) is not None)]
+    say(f"{_git('log', '-1', '--format=%h %s', found)}: the first commit that computes another {differs(found)}")
     return 1
 
 
 def parted(one: Trail, other: Trail) -> str | None:
     """The first thing that was computed otherwise, and its step."""
-    for n in sorted(one):
-        there = other.get(n, {})
-        for name, digest in one[n].items():
-            if there.get(name) != digest:
-                return f"{name} in step {n - 1}"
-    return None
+    named = ((n, name) for n in sorted(one) for name in one[n] if one[n][name] != other.get(n, {}).get(name))
+    return next((f"{name} in step {n - 1}" for n, name in named), None)
 
 
 def trail_under(commit: str, run: Recorded, first: int, last: int) -> Trail:
     """What the code of a commit computes, by `fresco replay --trail`; empty: this code. Raises ConfigError."""
-    with _checkout(commit) as folder, tempfile.TemporaryDirectory(prefix="fresco-trail-") as out:
-        path = Path(out) / "trail.json"
+    with tempfile.TemporaryDirectory(prefix="fresco-trail-") as name:
+        path = Path(name) / "trail.json"
+        code = _ROOT
+        if commit and commit != this_commit():
+            code = Path(name) / "code"
+            _git("archive", f"--output={code}.zip", commit)
+            shutil.unpack_archive(f"{code}.zip", code)
+
         span = ["--from", str(first), "--to", str(last), "--trail", str(path)]
         words = [sys.executable, "-m", "launch.cli", "replay", str(run.folder.absolute()), *span]
-        modules = os.pathsep.join([str(folder), str(Path.cwd())])  # losses of the user's own stand where this was begun
+        modules = os.pathsep.join([str(code), str(Path.cwd())])  # losses of the user's own stand where this was begun
         ended = subprocess.run(
-            words, cwd=folder, env=os.environ | {"PYTHONPATH": modules}, capture_output=True, text=True
+            words, cwd=code, env=os.environ | {"PYTHONPATH": modules}, capture_output=True, text=True
         )
 
         if not path.exists():
@@ -147,21 +144,6 @@ def trail_under(commit: str, run: Recorded, first: int, last: int) -> Trail:
             raise ConfigError(f"commit {commit or 'of this code'} replays no step of {run.folder}: {said}")
         trail: Trail = msgspec.json.decode(path.read_bytes(), type=Trail, strict=False)
         return trail
-
-
-@contextmanager
-def _checkout(commit: str) -> Iterator[Path]:
-    """A folder with the code of a commit."""
-    if not commit or commit == this_commit():
-        yield _ROOT
-        return
-    with tempfile.TemporaryDirectory(prefix="fresco-commit-") as name:
-        folder = Path(name) / "code"
-        _git("worktree", "add", "--detach", "--force", str(folder), commit)
-        try:
-            yield folder
-        finally:
-            _git("worktree", "remove", "--force", str(folder))
 
 
 def _git(*words: str) -> str:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from launch.report.gather import is_running
 from launch.terminal import say
-from rl.config.schema import ConfigError, validate
-from rl.config.tree import apply_override
+from rl.config.schema import ConfigError, overridden
 from rl.learner.changes import SETTABLE, WISH, Change, reachable, read_changes
 from rl.wire.run import RunFile
 
@@ -26,17 +26,13 @@ _TURN_S = 0.02
 def set_fields(arguments: argparse.Namespace) -> int:
     """Returns 0 once it is so. Raises ConfigError."""
     run = _live(arguments.run)
-    tree = run.config.model_dump(mode="json")
-    fields = []
     for item in arguments.overrides:
-        field = item.partition("=")[0]
-        if field not in SETTABLE:
+        if item.partition("=")[0] not in SETTABLE:
             raise ConfigError(f"{item}: it cannot change while a run goes on; what can is {', '.join(SETTABLE)}")
-        apply_override(tree, item)
-        fields.append(field)
 
-    learner = validate(tree).learner
-    made = _ask(arguments.run, run, Change(sets={field: getattr(learner, field.partition(".")[2]) for field in fields}))
+    learner = overridden(run.config.model_dump(mode="json"), arguments.overrides).learner
+    fields = [item.partition("=")[0].partition(".")[2] for item in arguments.overrides]
+    made = _ask(run, Change(sets={f"learner.{field}": getattr(learner, field) for field in fields}))
     say(f"from step {made.step} on: {', '.join(f'{name}={value}' for name, value in made.sets.items())}")
     return 0
 
@@ -50,11 +46,11 @@ def undo(arguments: argparse.Namespace) -> int:
     if arguments.to not in known:
         raise ConfigError(f"--to {arguments.to}: {_within(arguments.run)}")
 
-    made = _ask(arguments.run, run, Change(undo=arguments.to))
+    made = _ask(run, Change(undo=arguments.to))
     begin = time.monotonic()
     wanted = f'{{"timeline":{made.timeline},"n":{made.undo},'
-    while wanted not in (arguments.run / "versions.jsonl").read_text():
-        _wait(arguments.run, run, begin, f"learner.0 to publish version {made.undo} again")
+    versions = run.folder / "versions.jsonl"
+    _wait(run, f"learner.0 to publish version {made.undo} again", lambda: wanted in versions.read_text())
     seconds = time.monotonic() - begin
     print(f"version {made.undo} is the newest again, in timeline {made.timeline}, {seconds:.1f} s after the step's end")
     return 0
@@ -66,13 +62,9 @@ def _within(folder: Path) -> str:
 
 
 def _live(folder: Path) -> RunFile:
-    if not (folder / "run.json").exists():
-        raise ConfigError(f"{str(folder)!r} is no folder of a run (no run.json)")
     run = RunFile.load(folder)
     if not is_running(folder):
-        raise ConfigError(
-            f"{str(folder)!r}: it does not go on; fresco run with resume=CHECKPOINT changes what it likes"
-        )
+        raise ConfigError(f"{str(folder)!r}: it does not go on; resume=CHECKPOINT of fresco run changes anything")
     if run.config.cluster.count and not (folder / "versions.jsonl").exists():
         raise ConfigError(f"{str(folder)!r}: its learner stands on a machine that does not see this folder")
     if run.config.learner.kind == "simulated" and run.config.learner.ranks > 1:
@@ -80,11 +72,11 @@ def _live(folder: Path) -> RunFile:
     return run
 
 
-def _ask(folder: Path, run: RunFile, wish: Change) -> Change:
+def _ask(run: RunFile, wish: Change) -> Change:
     """What was made of it. Raises ConfigError where another wish waits, or nobody takes this one."""
-    known = len(read_changes(folder))
-    path = folder / WISH
-    partial = folder / f"{WISH}.{os.getpid()}"
+    known = len(read_changes(run.folder))
+    path = run.folder / WISH
+    partial = run.folder / f"{WISH}.{os.getpid()}"
     partial.write_bytes(msgspec.json.encode(wish))
     try:
         os.link(partial, path)
@@ -93,21 +85,22 @@ def _ask(folder: Path, run: RunFile, wish: Change) -> Change:
     finally:
         partial.unlink()
 
-    begin = time.monotonic()
     try:
-        while len(changes := read_changes(folder)) == known:
-            if not path.exists() and len(read_changes(folder)) == known:
-                raise ConfigError(f"it was not taken: {wish.undo} is out of reach, {_within(folder)}")
-            _wait(folder, run, begin, "learner.0 to end its step")
+        _wait(run, "learner.0 to end its step", lambda: not path.exists())
     finally:
         path.unlink(missing_ok=True)
+    changes = read_changes(run.folder)
+    if len(changes) == known:
+        raise ConfigError(f"it was not taken: {wish.undo} is out of reach, {_within(run.folder)}")
     return changes[-1]
 
 
-def _wait(folder: Path, run: RunFile, begin: float, whom: str) -> None:
+def _wait(run: RunFile, whom: str, done: Callable[[], bool]) -> None:
+    """Raises ConfigError where it takes too long."""
     deadline_s = run.config.learner.batch_deadline_s
-    if time.monotonic() - begin > deadline_s or not is_running(folder):
-        raise ConfigError(
-            f"waited for {whom}, at most learner.batch_deadline_s={deadline_s:g} s; the run may have ended"
-        )
-    time.sleep(_TURN_S)
+    begin = time.monotonic()
+    while not done():
+        if time.monotonic() - begin > deadline_s or not is_running(run.folder):
+            limit = f"learner.batch_deadline_s={deadline_s:g} s"
+            raise ConfigError(f"waited for {whom}, at most {limit}; the run may have ended")
+        time.sleep(_TURN_S)

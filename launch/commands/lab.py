@@ -9,18 +9,20 @@ from __future__ import annotations
 import argparse
 import math
 from collections import defaultdict
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.table import Table
 
 from launch.commands.replay import Trust, read
 from launch.report.gather import LAB
-from launch.terminal import say
+from launch.terminal import CleanConsole
 from rl.config.schema import ConfigError
+from rl.replay.lab import FirstStep
 from rl.replay.recorded import Recorded
 from rl.replay.replay import RECORDED, Request, Row
-from rl.wire.messages import BatchPart
 from rollout.episodes.pieces import Pieces
 from rollout.episodes.tokenizer import TokenizerError, load_tokenizer
 
@@ -48,28 +50,27 @@ def lab(arguments: argparse.Namespace) -> int:
         if trust.ends(row):
             beyond.setdefault(row.variant, row.n)
 
+    firsts = {name: rows[0].first for name, rows in found.items() if rows[0].first is not None}
     told = {
         "first": first,
         "trust": [trust.ess, trust.kl],
         "reproduced": all(row.identical for row in found[RECORDED]),
-        "losses": [_loss(name, rows, beyond.get(name)) for name, rows in found.items()],
-        "samples": _samples(recorded, first, found),
+        "losses": [_loss(name, found[name], pulled, beyond.get(name)) for name, pulled in firsts.items()],
+        "samples": _samples(recorded, first, firsts),
     }
     (arguments.run / LAB).write_bytes(msgspec.json.encode(told))
     _print(told, arguments.run)
     return 0
 
 
-def _loss(name: str, rows: list[Row], beyond: int | None) -> dict[str, Any]:
+def _loss(name: str, rows: list[Row], first: FirstStep, beyond: int | None) -> dict[str, Any]:
     """What one loss did: at the first step, then as curves. `beyond`: the version from which on it is not trusted."""
-    first = rows[0].first
-    assert first is not None
     values = rows[0].values
     return {
         "name": name,
         "gradient": values["train/grad_norm"],
         "cosine": first.cosine,
-        "clipped": {key: value for key, value in values.items() if key.startswith("loss/") and "_fraction" in key},
+        "stopped": max((values[key] for key in values if fnmatch(key, "loss/*_fraction")), default=0.0),
         "ess": values.get("loss/ess"),
         "by_age": first.by_age,
         "by_reward": first.by_reward,
@@ -89,14 +90,11 @@ def _total(rows: list[Row]) -> tuple[float, float] | None:
     return sum(gain for gain, _ in gains) / len(gains), math.hypot(*(error for _, error in gains)) / len(gains)
 
 
-def _samples(recorded: Recorded, step: int, found: dict[str, list[Row]]) -> list[dict[str, Any]]:
+def _samples(recorded: Recorded, step: int, firsts: dict[str, FirstStep]) -> list[dict[str, Any]]:
     """Those whose share of the update the losses see most differently, with what was said, and the pull of each token
     that was generated."""
-    shares = {name: rows[0].first.samples for name, rows in found.items() if rows[0].first is not None}
-    members = sorted(set().union(*shares.values()))
-    spread = {
-        member: max(each) - min(each) for member in members if (each := [of.get(member, 0.0) for of in shares.values()])
-    }
+    members = sorted(set().union(*(first.samples for first in firsts.values())))
+    shares = {member: {name: first.samples.get(member, 0.0) for name, first in firsts.items()} for member in members}
 
     batch = recorded.part(step, 0, 1)
     try:
@@ -105,71 +103,37 @@ def _samples(recorded: Recorded, step: int, found: dict[str, list[Row]]) -> list
         pieces = Pieces(load_tokenizer(None))
 
     told = []
-    for member in sorted(members, key=lambda each: -spread[each])[:_SHOWN]:
+    for member in sorted(members, key=lambda each: min(shares[each].values()) - max(shares[each].values()))[:_SHOWN]:
         row = batch.rows[member]
-        ids, mask = _tokens(batch, member)
-        pulls = {name: rows[0].first.tokens.get(member, []) for name, rows in found.items() if rows[0].first}
-        told.append(
-            {
-                "row": member,
-                "group": row.group_id,
-                "ticket": row.ticket_id,
-                "reward": row.reward,
-                "age": step - row.version,
-                "tokens": row.loss_tokens,
-                "share": {name: of.get(member, 0.0) for name, of in shares.items()},
-                "text": pieces.of(ids),
-                "generated": [place for place, set_ in enumerate(mask) if set_],
-                "pull": pulls,
-            }
-        )
+        own = batch.of_rows([member])
+        facts = {
+            "group": row.group_id,
+            "reward": row.reward,
+            "age": step - row.version,
+            "tokens": row.loss_tokens,
+            "share": shares[member],
+        }
+
+        pull = {name: first.tokens.get(member, []) for name, first in firsts.items()}
+        generated = own.loss_mask.nonzero()[0].tolist()
+        told.append(facts | {"text": pieces.of(own.token_ids.tolist()), "generated": generated, "pull": pull})
     return told
-
-
-def _tokens(batch: BatchPart, member: int) -> tuple[list[int], list[int]]:
-    """Token ids and loss mask of a sample, its sequences one after another."""
-    ids: list[int] = []
-    mask: list[int] = []
-    end = 0
-    for own, length in zip(batch.members, batch.lengths, strict=True):
-        if own == member:
-            ids += batch.token_ids[end : end + length].tolist()
-            mask += batch.loss_mask[end : end + length].tolist()
-        end += length
-    return ids, mask
 
 
 def _print(told: dict[str, Any], run: Path) -> None:
     losses = told["losses"]
-    wide = max(len(each["name"]) for each in losses)
     print(f"batch {told['first']}, exact; then {len(losses[0]['steps'])} steps with their trust")
-    heads = ("ess", "trust ess", "trust kl", "gain while trusted", "beyond trust", "CPU s")
-    print(f"{'loss':{wide}}  gradient   cosine   stopped " + " ".join(f"{head:>18}" for head in heads))
-
+    heads = ("loss", "gradient", "cosine", "stopped", "ess", "trust ess", "trust kl", "gain", "beyond trust", "CPU s")
+    table = Table(*heads, box=None, pad_edge=False)
     for each in losses:
-        curves = each["curves"]
-        stopped = max((v for k, v in each["clipped"].items() if k.endswith("_fraction")), default=0.0)
-        cells = [
-            f"{each['ess']:.3f}" if each["ess"] is not None else "",
-            *(f"{curves[key][-1]:.3g}" if key in curves else "" for key in ("trust/ess", "trust/kl")),
-            f"{each['gain'][0]:+.4f} ± {each['gain'][1]:.4f}" if each["gain"] else "",
-            f"from version {each['beyond']}" if each["beyond"] else "",
-            f"{each['cpu_s']:.1f}",
-        ]
+        near = [each["curves"].get(key, [None])[-1] for key in ("trust/ess", "trust/kl")]
+        numbers = [each["gradient"], each["cosine"][RECORDED], each["stopped"], each["ess"], *near]
+        cells = ["" if number is None else f"{number:.4g}" for number in numbers]
+        gain = f"{each['gain'][0]:+.4f} ± {each['gain'][1]:.4f}" if each["gain"] else ""
+        beyond = f"from version {each['beyond']}" if each["beyond"] else ""
+        table.add_row(each["name"], *cells, gain, beyond, f"{each['cpu_s']:.1f}")
 
-        cosine = each["cosine"].get(RECORDED, 1.0)
-        row = f"{each['name']:{wide}} {each['gradient']:9.4g} {cosine:8.4f} {100 * stopped:7.2f} %"
-        say(f"{row} {' '.join(f'{cell:>18}' for cell in cells)}")
-
-    for what, key in (("age of the token", "by_age"), ("reward of the sample", "by_reward")):
-        keys = sorted(set().union(*(each[key] for each in losses)))
-        print(f"pull by {what}: {', '.join(keys)}")
-        for each in losses:
-            say(f"{each['name']:{wide}} " + " ".join(f"{100 * each[key].get(k, 0):6.1f} %" for k in keys))
-
-    for each in told["samples"][:5]:
-        share = ", ".join(f"{name} {100 * value:+.2f} %" for name, value in each["share"].items())
-        say(f"sample {each['row']} of group {each['group']}, reward {each['reward']:g}: {share}")
+    CleanConsole(highlight=False, width=160).print(table)
     if not told["reproduced"]:
         print("the run itself did not come out identical here: see fresco replay")
-    print(f"cosines of each pair, curves, and what was said: fresco report {run}, the page Lab")
+    print(f"pulls by age and reward, cosines of each pair, curves, samples: fresco report {run}, the page Lab")

@@ -44,9 +44,7 @@ class Trust:
             if math.isnan(self.ess + self.kl):
                 raise ValueError
         except ValueError:
-            raise ConfigError(
-                f"--trust {text}: give a least effective sample size and a largest KL: 0.5,0.05"
-            ) from None
+            raise ConfigError(f"--trust {text}: give least effective sample size, largest KL: 0.5,0.05") from None
         self._left: set[str] = set()
 
     def ends(self, row: Row) -> bool:
@@ -69,11 +67,9 @@ def replay(arguments: argparse.Namespace) -> int:
     if arguments.trail and (fields - COMPUTES or not arguments.trail.absolute().parent.is_dir()):
         raise ConfigError(f"--trail {arguments.trail}: name a file in a folder that is there, and change no field")
 
-    if fields - COMPUTES:
-        request = Request(first, last, {"changed": config}, exact=exact is not None)
-    else:
-        computed = config if fields else None
-        request = Request(first, last, computed=computed, trail=bool(arguments.trail), exact=exact is not None)
+    variants = {"changed": config} if fields - COMPUTES else {}
+    computed = config if fields and not variants else None
+    request = Request(first, last, variants, computed, trail=bool(arguments.trail), exact=exact is not None)
 
     print(_HEAD)
     rows = []
@@ -93,9 +89,8 @@ def _sampled_otherwise(recorded: Recorded, rows: list[Row], limit: float) -> boo
     wrong = [row for row in rows if not row.values.get("exact/max", 0.0) <= limit]
     if wrong:
         gap = wrong[0].values["exact/max"]
-        print(
-            f"batch {wrong[0].n - 1} is the first of {len(wrong)} with a token of another probability: {gap:.3g} nats"
-        )
+        where = f"batch {wrong[0].n - 1} is the first of {len(wrong)}"
+        print(f"{where} with a token of another probability: {gap:.3g} nats")
         for alarm in read_alarms(recorded.folder):
             say(f"the run raised {alarm.name} {alarm.when}: {alarm.detail}")
     return bool(wrong)
@@ -150,7 +145,12 @@ def _verdict(recorded: Recorded, rows: list[Row], config: Config, overrides: lis
         print(f"identical: {len(known)} {some}, {min(row.compared for row in known)} metrics each {of}")
         return 0
 
-    worst, name, at = largest(steps)
+    apart = [
+        (math.inf if told is None else abs(value - told) / max(1.0, abs(told)), name, row.n)
+        for row in steps
+        for name, (value, told) in row.differing.items()
+    ]
+    worst, name, at = max(apart, default=(0.0, "any metric", parted.n))
     bound = BOUND[config.model.dtype]
     where = f"first at version {parted.n}: {', '.join([*parted.differing, *(parted.tensors or [])][:3])}"
 
@@ -165,13 +165,3 @@ def _verdict(recorded: Recorded, rows: list[Row], config: Config, overrides: lis
         file=sys.stderr,
     )
     return 1
-
-
-def largest(rows: list[Row]) -> tuple[float, str, int]:
-    """The largest difference of a metric of the run, its name and the version."""
-    found = [(0.0, "any metric", rows[0].n if rows else 0)]
-    for row in rows:
-        for name, (value, told) in row.differing.items():
-            apart = float("inf") if told is None else abs(value - told) / max(1.0, abs(told))
-            found.append((apart, name, row.n))
-    return max(found)

@@ -124,8 +124,6 @@ class Watch:
     """All processes of a run, and its last row of metrics. Raises ConfigError where there is nothing to watch."""
 
     def __init__(self, folder: Path) -> None:
-        if not (folder / "run.json").exists():
-            raise ConfigError(f"{str(folder)!r} is no folder of a run (no run.json)")
         self._run = RunFile.load(folder)
         if self._run.config.tracking.trace == "off":
             raise ConfigError(f"{str(folder)!r} keeps no trace: tracking.trace=off, use steps or full")

@@ -20,7 +20,7 @@ from launch.report.blocks import Arrays
 from launch.report.samples import SamplePage, gather_samples
 from launch.report.tasks import rates, task_facts
 from launch.report.timeline import Timeline, gather_timeline
-from rl.config.damage import readable, reading
+from rl.config.damage import read_lines, reading
 from rl.observe.alarms import read_alarms
 from rl.observe.intervals import Z95, paired_bootstrap
 from rl.wire.run import RunFile
@@ -144,8 +144,7 @@ def is_running(folder: Path) -> bool:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of whole lines only: a killed supervisor may have left half of one."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return list(readable((line for line in lines if line.endswith(b"\n")), dict[str, Any]))
+    return list(read_lines(path, dict[str, Any]))
 
 
 def columns(rows: Sequence[Row], run: RunFile) -> dict[str, list[float | None]]:

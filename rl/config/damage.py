@@ -34,6 +34,12 @@ def reading(path: Path, remedy: str) -> Iterator[None]:
         raise Damaged(f"{path} is damaged ({' '.join(what.split())[:200]}); {remedy}") from error
 
 
+def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
+    """The whole lines of a file that can be read; of one that is not there, none."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    yield from readable((line for line in lines if line.endswith(b"\n")), kind)
+
+
 def readable(lines: Iterable[bytes], kind: type[T]) -> Iterator[T]:
     """The lines of JSON that can be read: a killed process leaves half of one, a bad disk any other."""
     decoder = msgspec.json.Decoder(kind)

@@ -8,10 +8,11 @@ the plug-in's own model when the run is planned, before any process starts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from rl.config.alarms import AlarmsConfig
 from rl.config.algo import AlgoConfig
@@ -171,12 +172,6 @@ class LearnerConfig(Section):
     router_replay: Annotated[Literal["auto", "off"], Where("mixtures of experts")] = "auto"
     """`auto`: the learner's routers choose the experts that the engine's chose; `off`: by themselves."""
 
-    @field_validator("router_replay", mode="before")
-    @classmethod
-    def _off_is_a_word(cls, value: Any) -> Any:
-        """YAML reads `off` as false."""
-        return "off" if value is False else value
-
     threads: Annotated[int, Where("CPUs")] = Field(1, ge=1)
     """CPU threads of one rank."""
     checkpoint_every: int = Field(0, ge=0)
@@ -214,12 +209,6 @@ class WeightsConfig(Section):
     """Compare the log-probabilities of a short text of the run in engine and learner after each update."""
     probe_tolerance: float | None = Field(None, gt=0)
     """Largest mean difference of these in nats; null: 1e-3 for float32, 0.1 for bfloat16."""
-
-    @field_validator("delta", mode="before")
-    @classmethod
-    def _off(cls, value: Any) -> Any:
-        """YAML reads `off` as false."""
-        return "off" if value is False else value
 
 
 class EvalConfig(Section):
@@ -267,12 +256,6 @@ class TrackingConfig(Section):
     """What goes to `<run>/trace`: nothing, the learner's phases and weight loads, or every ticket's life as well."""
     live: Annotated[bool, Where("terminals")] = True
     """Show progress as a table that is drawn anew, instead of lines."""
-
-    @field_validator("trace", "replay", mode="before")
-    @classmethod
-    def _off_is_a_word(cls, value: Any) -> Any:
-        """YAML reads `off` as false."""
-        return "off" if value is False else value
 
 
 class NetworkConfig(Section):
@@ -463,12 +446,16 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
     path that is relative to itself.
     Raises ConfigError with one line that names the field, the value and the fix.
     """
-    tree = read_recipe(path) if path is not None else {}
-    for item in overrides or []:
+    return overridden(read_recipe(path) if path is not None else {}, overrides or [])
+
+
+def overridden(tree: dict[str, Any], overrides: Sequence[str]) -> Config:
+    """The configuration of a tree with `key=value` overrides. Raises ConfigError."""
+    for item in overrides:
         name, _, value = item.partition("=")
         if name in OPTIONS_OF:
             forget_options(tree, name, value)
-    for item in overrides or []:
+    for item in overrides:
         apply_override(tree, item)
     return validate(tree)
 

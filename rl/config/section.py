@@ -37,8 +37,11 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _numbers_are_no_flags(cls, value: Any, info: ValidationInfo) -> Any:
-        refuse_flag(cls, str(info.field_name), value)
+    def _flags_are_no_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        field = str(info.field_name)
+        if value is False and "off" in get_args(cls.model_fields[field].annotation):
+            return "off"  # which YAML reads as false
+        refuse_flag(cls, field, value)
         return value
 
     @field_validator("*", mode="after")

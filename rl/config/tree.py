@@ -155,6 +155,12 @@ def _value(tree: dict[str, Any], name: str) -> Any:
     return values.get(field) if isinstance(values, dict) else None
 
 
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs, by name, with both values; None stands for one that is not there."""
+    names = dict.fromkeys([*one, *other])
+    return {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)}
+
+
 def _merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
     merged = dict(low)
     for key, value in high.items():

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from rl.config.damage import readable
+from rl.config.damage import read_lines
 from rl.config.schema import LearnerConfig
 from rl.store.checkpoint_folder import drop_behind, steps_of
 
@@ -33,8 +33,7 @@ class Change(msgspec.Struct):
 
 
 def read_changes(run_folder: Path) -> list[Change]:
-    path = run_folder / FILE
-    return list(readable(path.read_bytes().splitlines(), Change)) if path.exists() else []
+    return list(read_lines(run_folder / FILE, Change))
 
 
 def set_at(changes: list[Change], step: int) -> Mapping[str, Any]:
@@ -66,11 +65,6 @@ def unfinished(run_folder: Path, timeline: int) -> int | None:
     """The version of an undo that was begun when the learner died in this timeline."""
     undone = [change for change in read_changes(run_folder) if change.undo is not None]
     return undone[-1].undo if undone and undone[-1].timeline > timeline else None
-
-
-def is_wished(run_folder: Path) -> bool:
-    """Whether something is asked for."""
-    return (run_folder / WISH).exists()
 
 
 def take_wish(run_folder: Path, step: int, timeline: int) -> Change | None:

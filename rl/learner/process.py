@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl.config.schema import Config
 from rl.learner import checkpoint
 from rl.learner.apart import ranks_apart
-from rl.learner.changes import is_wished, reachable, read_changes, set_at, settle, take_wish
+from rl.learner.changes import WISH, reachable, read_changes, set_at, settle, take_wish
 from rl.learner.credit import all_reduce, gathered
 from rl.learner.guards import ExactCheck, StepGuards
 from rl.learner.model_card import texts_beside
@@ -41,7 +41,8 @@ from rl.models.loading import weight_files
 from rl.models.team import make_mesh, make_team
 from rl.store.checkpoint_folder import CheckpointError, Meta
 from rl.store.digests import digest_of
-from rl.store.version_digests import VersionDigests, digest_file
+from rl.store.samples import LineFile
+from rl.store.version_digests import FILE, VersionDigests
 from rl.wire.process import Process, WaitExpired, leave
 from rl.wire.run import context_from_command_line, numeric
 
@@ -130,7 +131,7 @@ class Learner:
         self._began = self.config.learner.model_copy()
         self._settle(self.first_step)
         self._watch()
-        self.digests = digest_file(run.folder) if process.index == 0 else None
+        self.digests = LineFile(run.folder / FILE) if process.index == 0 else None
 
         self.apart = ranks_apart(run.folder)
         self.background: checkpoint.Background | None = None
@@ -148,7 +149,7 @@ class Learner:
         """Do what was asked of the run, now that version `n` is there. All ranks call it together."""
         if self.background is not None:
             self.background.look()
-            if is_wished(self.run.folder):
+            if (self.run.folder / WISH).exists():
                 self.background.wait()  # an undo begins from checkpoints that are there
         took = dist.get_rank() == 0 and take_wish(self.run.folder, n, client.timeline) is not None
         made = bool(all_reduce(torch.tensor([took]).int(), "max"))  # then it stands in the file for every rank

@@ -7,7 +7,7 @@ One flipped bit always shows, since no odd number makes a power of two vanish.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 import torch
@@ -28,41 +28,37 @@ _MIX_AGAIN = -7723592293110705685
 @torch.no_grad()
 def tensor_digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """The digests by name, in 16 hexadecimal digits. All ranks call it together, each with its rows."""
-    names: list[str] = []
-    sums: list[Tensor] = []
+    sums = {}
     for name, tensor in named:
         rows, first = local_part(tensor)
         rows = rows if is_told(tensor) else rows[:0]
-        names.append(name)
-        sums.append(_weighted(rows.flatten(1) if rows.ndim > 1 else rows.reshape(-1, 1), first))
-    return _told(names, sums)
+        sums[name] = _weighted(rows.flatten(1) if rows.ndim > 1 else rows.reshape(-1, 1), first)
+    return _told(sums)
 
 
 @torch.no_grad()
 def place_digests(named: Mapping[str, Mapping[int, Tensor]]) -> dict[str, str]:
     """The digests of tables of rows (L,) by their place, which the ranks share in any way. Of unequal length."""
-    tables = [[_weighted(row[None], place) for place, row in rows.items()] for rows in named.values()]
-    return _told(named, [torch.stack(sums).sum() if sums else torch.tensor(0) for sums in tables])
+    sums = {}
+    for name, rows in named.items():
+        sums[name] = sum((_weighted(row[None], place) for place, row in rows.items()), torch.tensor(0))
+    return _told(sums)
 
 
-def _told(names: Iterable[str], sums: Sequence[Tensor]) -> dict[str, str]:
-    values = all_reduce(torch.stack(list(sums)), "sum").tolist() if sums else []
-    return {name: f"{value % (1 << 64):016x}" for name, value in zip(names, values, strict=True)}
+def _told(sums: Mapping[str, Tensor]) -> dict[str, str]:
+    values = all_reduce(torch.stack([*sums.values()]), "sum").tolist() if sums else []
+    return {name: f"{value % (1 << 64):016x}" for name, value in zip(sums, values, strict=True)}
 
 
 def _weighted(rows: Tensor, first: int) -> Tensor:
     """The sum of the rows (n, width), the first of which stands at place `first` of the whole tensor."""
-    count, width = rows.shape
-    total = torch.zeros((), dtype=torch.int64, device=rows.device)
-    if not count or not width:
-        return total
-
+    width = rows.shape[1]
     bits = rows.contiguous().view(_BITS[rows.element_size()])
     columns = _odd(0, width, 1, rows.device)
-    lines = max(1, _CHUNK.get(rows.device.type, _CHUNK_ELSEWHERE) // width)
-    for begin in range(0, count, lines):
-        own = bits[begin : begin + lines]
-        total += ((own * columns).sum(1) * _odd(first + begin, len(own), 0, rows.device)).sum()
+    lines = max(1, _CHUNK.get(rows.device.type, _CHUNK_ELSEWHERE) // max(1, width))
+    total = torch.zeros((), dtype=torch.int64, device=rows.device)
+    for place, own in enumerate(bits.split(lines)):
+        total += ((own * columns).sum(1) * _odd(first + place * lines, len(own), 0, rows.device)).sum()
     return total
 
 

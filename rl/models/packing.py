@@ -242,18 +242,8 @@ def minibatch_of(batch_part: BatchPart, count: int) -> list[int]:
 
 
 def _restrict(batch_part: BatchPart, rows: set[int]) -> BatchPart:
-    kept = [i for i, row in enumerate(batch_part.members) if row in rows]
-    chosen = np.isin(np.arange(len(batch_part.members)), kept)
-    entries = {scope: np.repeat(chosen, counts) for scope, counts in batch_part.entries().items()}
-    return msgspec.structs.replace(
-        batch_part,
-        members=[batch_part.members[i] for i in kept],
-        lengths=[batch_part.lengths[i] for i in kept],
-        turn_starts=[batch_part.turn_starts[i] for i in kept],
-        turn_order=[batch_part.turn_order[i] for i in kept] if batch_part.turn_order else [],
-        columns={name: values[entries[COLUMNS[name].scope]] for name, values in batch_part.columns.items()},
-        loss_tokens=sum(batch_part.rows[row].loss_tokens for row in rows),
-    )
+    loss_tokens = sum(batch_part.rows[row].loss_tokens for row in rows)
+    return msgspec.structs.replace(batch_part.of_rows(rows), loss_tokens=loss_tokens)
 
 
 def _spread(batch_part: BatchPart) -> dict[str, np.ndarray]:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from rl.config.alarms import AlarmsConfig
-from rl.config.damage import readable
+from rl.config.damage import read_lines
 from rl.config.failures import EndsRun
 from rl.config.section import LARGEST
 from rl.config.tree import ConfigError, nearest
@@ -189,11 +189,9 @@ def keep_alarm(run: Path, alarm: RaisedAlarm | RaisedAgain) -> None:
 
 def read_alarms(run: Path) -> list[RaisedAlarm]:
     """One alarm for each name, in the order in which they were raised; a line that was being written is left out."""
-    path = run / _NAME
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     raised: dict[str, RaisedAlarm] = {}
     kinds: Any = RaisedAlarm | RaisedAgain
-    for alarm in readable(lines, kinds):
+    for alarm in read_lines(run / _NAME, kinds):
         if isinstance(alarm, RaisedAlarm):
             raised[alarm.name] = alarm
         elif alarm.name in raised:

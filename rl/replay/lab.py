@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,27 +52,22 @@ def first_step(watch: Watch, part: BatchPart) -> FirstStep:
         for pull, age in zip(*every[member], strict=True):
             by_age[str(age)] += abs(pull) / total
             by_reward[name_of[member]] += abs(pull) / total
-    samples = {member: sum(pulls) / total for member, (pulls, _) in sorted(every.items())}
-    tokens = {member: pulls for member, (pulls, _) in every.items()}
+    tokens = {member: every[member][0] for member in sorted(every)}
+    samples = {member: sum(pulls) / total for member, pulls in tokens.items()}
     return FirstStep({}, dict(by_age), dict(by_reward), samples, tokens)
 
 
 def rewards_by_name(rows: Sequence[SampleRow]) -> list[str]:
     """The reward of each sample as text; the quarter of the range in which it is, where there are many values."""
-    values = sorted({row.reward for row in rows})
-    if len(values) <= _MOST_REWARDS:
-        return [f"{row.reward:g}" for row in rows]
-    low = values[0]
-    width = (values[-1] - low) / 4
-    quarters = [min(3, int((row.reward - low) / width)) for row in rows]
-    return [f"{low + quarter * width:.3g} to {low + (quarter + 1) * width:.3g}" for quarter in quarters]
+    values = np.array([row.reward for row in rows])
+    if len(set(values)) <= _MOST_REWARDS:
+        return [f"{value:g}" for value in values]
+    edges = np.histogram_bin_edges(values, 4)
+    return [f"{edges[quarter]:.3g} to {edges[quarter + 1]:.3g}" for quarter in np.digitize(values, edges[1:-1])]
 
 
-def cosine(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    """Of two gradients over all ranks, which call it together."""
-    products = [
-        sum(((a * b).sum() for a, b in zip(x, y, strict=True)), torch.zeros(()))
-        for x, y in ((one, other), (one, one), (other, other))
-    ]
-    dot, left, right = all_reduce(torch.stack([each.double().cpu() for each in products]), "sum").tolist()
+def cosine(one: Tensor, other: Tensor) -> float:
+    """Of two gradients over all ranks, which call it together, each with its part as one vector."""
+    products = torch.stack([one @ other, one @ one, other @ other]).cpu()
+    dot, left, right = all_reduce(products, "sum").tolist()
     return dot / math.sqrt(left * right) if left and right else math.nan

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import asdict
 
+from rl.config.tree import differing
 from rl.replay.recorded import Recorded
-from rl.wire.columns import COLUMNS
 from rl.wire.messages import BatchPart
 
 _COMPUTED = ("train/", "loss/", "critic/")
@@ -46,11 +47,10 @@ def common_steps(a: Recorded, b: Recorded) -> list[int]:
 def _versions(n: int, a: Recorded, b: Recorded) -> Iterator[Parting]:
     left = a.digests.get(n, {})
     right = b.digests.get(n, {})
-    if left and right:
-        others = [name for name in dict.fromkeys([*left, *right]) if left.get(name) != right.get(name)]
-        if others:
-            more = f" and {len(others) - 1} more" if others[1:] else ""
-            yield Parting(n, "version", f"{others[0]}{more}", left.get(others[0], "none"), right.get(others[0], "none"))
+    others = differing(left, right) if left and right else {}
+    for name, values in others.items():
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        yield Parting(n, "version", f"{name}{more}", *(each or "none" for each in values))
 
 
 def _batches(step: int, a: Recorded, b: Recorded) -> Iterator[Parting]:
@@ -59,9 +59,8 @@ def _batches(step: int, a: Recorded, b: Recorded) -> Iterator[Parting]:
     left = a.part(step, 0, 1)
     right = b.part(step, 0, 1)
     ids = [{row.sample_id for row in part.rows} for part in (left, right)]
-    missing = [(each, b, "second") for each in sorted(ids[0] - ids[1])]
-    missing += [(each, a, "first") for each in sorted(ids[1] - ids[0])]
-    for sample, run, words in missing:
+    for sample in sorted(ids[0] ^ ids[1]):
+        run, words = (b, "second") if sample in ids[0] else (a, "first")
         if (elsewhere := _batch_with(sample, run)) is not None:
             yield Parting(step, "order", f"sample {sample} stands in batch {elsewhere} of the {words} run")
         yield Parting(step, "sample", f"{sample} is missing in the {words} run")
@@ -80,15 +79,16 @@ def _batch_with(sample: int, run: Recorded) -> int | None:
 
 def _rows(step: int, left: BatchPart, right: BatchPart) -> Iterator[Parting]:
     for one, other in zip(left.rows, right.rows, strict=True):
-        for name in one.__struct_fields__:
-            values = getattr(one, name), getattr(other, name)
-            if values[0] != values[1]:
-                yield Parting(step, "row", f"{name} of sample {one.sample_id}", *map(str, values))
+        for name, values in differing(asdict(one), asdict(other)).items():
+            yield Parting(step, "row", f"{name} of sample {one.sample_id}", *map(str, values))
 
 
 def _columns(step: int, left: BatchPart, right: BatchPart) -> Iterator[Parting]:
     """By the order of the table of columns: what was sampled comes before what is known of it."""
-    pairs = {member: (_of_member(left, member), _of_member(right, member)) for member in dict.fromkeys(left.members)}
+    pairs = {
+        member: [part.of_rows([member]).columns for part in (left, right)] for member in dict.fromkeys(left.members)
+    }
+
     for name in left.columns:
         for member, (one, other) in pairs.items():
             values = [one[name], other.get(name, np.zeros(0))]
@@ -100,12 +100,6 @@ def _columns(step: int, left: BatchPart, right: BatchPart) -> Iterator[Parting]:
                 place = int(places[0]) if len(places) else 0
                 where = f"{name} of sample {left.rows[member].sample_id}, entry {place}"
                 yield Parting(step, "column", where, *(str(each[place]) for each in values))
-
-
-def _of_member(part: BatchPart, member: int) -> dict[str, np.ndarray]:
-    own = np.array(part.members) == member
-    entries = part.entries()
-    return {name: values[np.repeat(own, entries[COLUMNS[name].scope])] for name, values in part.columns.items()}
 
 
 def _metrics(step: int, a: Recorded, b: Recorded) -> Iterator[Parting]:

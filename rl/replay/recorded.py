@@ -10,15 +10,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rl.config.damage import readable
-from rl.config.schema import Config, ConfigError, LearnerConfig, validate
-from rl.config.tree import OPTIONS_OF, apply_override, forget_options
+from rl.config.damage import read_lines
+from rl.config.schema import Config, ConfigError, LearnerConfig, overridden
+from rl.config.tree import differing
 from rl.learner.changes import read_changes, set_at
 from rl.store.batch_files import FOLDER, read_batch_part, steps_kept
 from rl.store.checkpoint_folder import read_meta, steps_of
 from rl.store.version_digests import read_version_digests
-from rl.wire.columns import COLUMNS
-from rl.wire.messages import BatchPart
+from rl.wire.messages import OF_SEQUENCES, BatchPart
 from rl.wire.run import RunFile
 
 COMPUTES = frozenset(
@@ -46,22 +45,18 @@ class Recorded:
     """A run that has trained. Raises ConfigError where there is nothing to replay."""
 
     def __init__(self, folder: Path) -> None:
-        if not (folder / "run.json").exists():
-            raise ConfigError(f"{str(folder)!r} is no folder of a run (no run.json)")
         self.folder = folder
         self.run = RunFile.load(folder)
         self.config = self.run.config
-        kept = steps_kept(folder)
+        self.steps = steps_kept(folder)
         if (kind := self.config.learner.kind) != "fsdp":
             raise ConfigError(f"{str(folder)!r}: learner.kind={kind} records no batches that could be replayed")
-        if not kept:
+        if not self.steps:
             raise ConfigError(f"{str(folder)!r}: no batch in {folder / FOLDER}; run it with tracking.replay=full")
 
-        self.steps = kept
         self._changes = read_changes(folder)
         self.digests = read_version_digests(folder)
-        path = folder / "metrics.jsonl"
-        rows = readable(path.read_bytes().splitlines(), dict[str, Any]) if path.exists() else iter(())
+        rows = read_lines(folder / "metrics.jsonl", dict[str, Any])
         steps = (row for row in rows if "train/loss" in row and isinstance(row.get("step"), int))
         self.metrics = {row["step"]: {name: _told(value) for name, value in row.items()} for row in steps}
 
@@ -76,9 +71,7 @@ class Recorded:
 
     def sets(self, step: int, config: LearnerConfig) -> dict[str, Any]:
         """What `fresco set` had set when batch `step` was trained, but for what this configuration changes itself."""
-        own = {
-            name for name in LearnerConfig.model_fields if getattr(config, name) != getattr(self.config.learner, name)
-        }
+        own = differing(dict(config), dict(self.config.learner))
         return {name: value for name, value in set_at(self._changes, step).items() if name.partition(".")[2] not in own}
 
     def span(self, first: int | None, last: int | None) -> tuple[int, int]:
@@ -120,17 +113,12 @@ class Recorded:
 
     def changed(self, overrides: Sequence[str]) -> Config:
         """The configuration with these changes. Raises ConfigError for a field that changes nothing in a replay."""
-        tree = self.config.model_dump(mode="json")
         for item in overrides:
-            name, _, value = item.partition("=")
+            name = item.partition("=")[0]
             if name.startswith(_OF_SAMPLES) or not (name in COUNTS or name.startswith("algo.")):
                 counts = ", ".join(sorted(COUNTS))
                 raise ConfigError(f"{item}: a replay trains what was sampled; what counts is algo and {counts}")
-            if name in OPTIONS_OF:
-                forget_options(tree, name, value)
-        for item in overrides:
-            apply_override(tree, item)
-        return validate(tree)
+        return overridden(self.config.model_dump(mode="json"), overrides)
 
     def differing(self, n: int, values: Mapping[str, float]) -> dict[str, tuple[float, float | None]]:
         """The metrics of the step that made version n which came out otherwise: what was computed, and what stands in
@@ -147,18 +135,7 @@ def _told(value: Any) -> Any:
 
 def dealt(parts: Sequence[BatchPart], rank: int, ranks: int) -> BatchPart:
     """The batch of one number of ranks for another one: whole samples, dealt in turn."""
-    members = [member for part in parts for member in part.members]
-    entries = {scope: [n for part in parts for n in part.entries()[scope]] for scope in parts[0].entries()}
-    own = [place for place, member in enumerate(members) if member % ranks == rank]
-    chosen = np.isin(np.arange(len(members)), own)
-    columns = {
-        name: np.concatenate([part.columns[name] for part in parts])[np.repeat(chosen, entries[COLUMNS[name].scope])]
-        for name in parts[0].columns
-    }
-
-    def taken(name: str) -> list[Any]:
-        values = [value for part in parts for value in getattr(part, name)]
-        return [values[place] for place in own] if values else []
-
-    lists = {name: taken(name) for name in ("members", "lengths", "turn_starts", "turn_order")}
-    return msgspec.structs.replace(parts[0], rank=rank, columns=columns, **lists)
+    columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in parts[0].columns}
+    lists = {name: [value for part in parts for value in getattr(part, name)] for name in OF_SEQUENCES}
+    whole = msgspec.structs.replace(parts[0], rank=rank, columns=columns, **lists)
+    return whole.of_rows(range(rank, len(whole.rows), ranks))

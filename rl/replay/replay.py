@@ -19,13 +19,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from algos.advantages import group_centred
 from rl.config.schema import Config
 from rl.learner import checkpoint
 from rl.learner.algorithm import make_algorithm
 from rl.learner.changes import settle
-from rl.learner.credit import all_reduce
+from rl.learner.credit import all_reduce, rewarded_rows
 from rl.learner.guards import ExactCheck
 from rl.learner.tensor_digests import tensor_digests
 from rl.learner.trainer import Trainer
@@ -40,6 +42,8 @@ from rl.store.checkpoint_folder import Meta
 from rl.wire.messages import BatchPart
 
 RECORDED = "recorded"
+Gradients = dict[str, Tensor]
+Table = Mapping[str, Tensor]
 Tokens = Mapping[int, Tensor]
 _MOST = 30.0  # nats of a whole sample: beyond that one sample is all there is
 
@@ -88,17 +92,18 @@ class Row:
 class Replay:
     """One rank's trainer."""
 
-    def __init__(self, recorded: Recorded, config: Config, rank: int, ranks: int, device: str, watch: Watch) -> None:
+    def __init__(
+        self, recorded: Recorded, config: Config, rank: int, ranks: int, device: str, exact: bool = False
+    ) -> None:
+        """exact: whether each step tells `exact/max` and its like, whatever they are."""
         run = recorded.run
         if run.model_folder is None or not run.model_folder.exists():
-            raise ValueError(
-                f"{run.model_folder}, which the run began with, is not there any more; make it again there"
-            )
+            raise ValueError(f"{run.model_folder}, which the run began with, is gone; make it again there")
         self._recorded = recorded
         self._rank = rank
         self._ranks = ranks
         self._together = config.learner.context_parallel if ranks % config.learner.context_parallel == 0 else 1
-        self.watch = watch
+        self.watch = Watch()
 
         config = config.model_copy(deep=True)  # what was set in the run is set in it again
         torch.set_num_threads(config.learner.threads)
@@ -113,20 +118,16 @@ class Replay:
             mesh=None if alone else make_mesh(device, ranks, copies),
             team=make_team(device, self._together),
             device=device,
-            observe=watch,
+            observe=self.watch,
         )
 
-        watch.at(self.trainer)
+        self.watch.at(self.trainer)
         self._began = config.learner.model_copy()
-        self.exact: ExactCheck | None = None
 
-    def compare_exactly(self) -> None:
-        """From now on each step tells `exact/max` and its like, whatever they are."""
-        config = self.trainer.config
-        never = config.alarms.model_copy(update={"exact": math.inf})
+        never = config.alarms.model_copy(update={"exact": math.inf if exact else None})
+        told = config.model_copy(update={"alarms": never})
         alarms = Alarms(never, lambda name, detail: None)
-        never_told = config.model_copy(update={"alarms": never})
-        self.exact = ExactCheck(self.trainer.policy, never_told, alarms, self.trainer.counted)
+        self._exact = ExactCheck(self.trainer.policy, told, alarms, self.trainer.counted)
 
     def load(self, saved: Path | None) -> None:
         """Raises CheckpointError."""
@@ -137,32 +138,45 @@ class Replay:
         checkpoint.save(folder, self.trainer.trained(), Meta(step, self._recorded.run.timeline, self._ranks), b"", 1)
         return folder / f"step-{step}"
 
-    def part(self, step: int) -> BatchPart:
-        return self._recorded.part(step, self._rank // self._together, self._ranks // self._together)
+    def again(self, variant: str, step: int, trail: bool, gradients: Gradients | None, known: Tokens | None) -> Row:
+        """What `rl.learner.process.train` does with the batch of a step.
 
-    def step(self, part: BatchPart, *, deep: bool) -> dict[str, float]:
-        """What `rl.learner.process.train` does with a batch. Returns its metrics."""
-        self.watch.begin(deep=deep)
-        config = self.trainer.config.learner
-        settle(config, self._began, self._recorded.sets(part.step, self._began))
+        gradients: those of other variants for this step, to which this one is compared and added. known: the
+        log-probabilities under the run's own policy.
+        """
+        begin = time.process_time()
+        part = self._recorded.part(step, self._rank // self._together, self._ranks // self._together)
+        self.watch.begin(deep=trail or gradients is not None)
+        settle(self.trainer.config.learner, self._began, self._recorded.sets(step, self._began))
         minibatches = self.trainer.minibatches(part)
-        compared = self.exact.batch(part.step, minibatches) if self.exact is not None else {}
+        compared = self._exact.batch(step, minibatches)
+
         stats = UpdateStats()
         for minibatch in minibatches:
-            stats.add(self.trainer.update(minibatch, part.step, part.over))
+            stats.add(self.trainer.update(minibatch, step, part.over))
         stats.all_reduce()
         values = stats.metrics() | compared
-        return values | {"train/loss": values.get("loss/objective", 0.0)}
+        values["train/loss"] = values.get("loss/objective", 0.0)
+        if known is not None:
+            values |= nearness(self.watch.tokens, known, part, self.trainer.counted)
+
+        row = self.row(variant, step + 1, values, begin)
+        if trail:
+            row.trail = self.watch.trail() | {f"{name} after the step": each for name, each in row.digests.items()}
+        if gradients is not None:
+            row.first = first_step(self.watch, part)
+            own = gradients[variant] = self.watch.vector()
+            row.first.cosine = {name: cosine(own, other) for name, other in gradients.items()}
+        return row
 
     def row(self, variant: str, n: int, values: dict[str, float], begin: float) -> Row:
         found = Row(variant, n, values)
         if variant == RECORDED:
-            digests = found.digests = tensor_digests(self.trainer.weights.trainable())
-            told = self._recorded.digests.get(n)
+            found.digests = tensor_digests(self.trainer.weights.trainable())
             found.compared = len(values.keys() & self._recorded.metrics.get(n, {}).keys())
             found.differing = self._recorded.differing(n, values)
-            others = {name for name, digest in digests.items() if told is not None and told.get(name) != digest}
-            found.tensors = None if told is None else [name for name in digests if name in others]
+            if (told := self._recorded.digests.get(n)) is not None:
+                found.tensors = [name for name, digest in found.digests.items() if told.get(name) != digest]
         found.cpu_s = float(all_reduce(torch.tensor(time.process_time() - begin, dtype=torch.float64), "sum"))
         return found
 
@@ -181,94 +195,71 @@ def replayed(recorded: Recorded, request: Request) -> Iterator[Row]:
 def _rows(recorded: Recorded, request: Request, ranks: int, device: str, rank: int, folder: Path) -> Iterator[Row]:
     """Of one rank; all go through them together."""
     make = partial(Replay, recorded, rank=rank, ranks=ranks, device=device)
-    base = make(config=request.computed or recorded.config, watch=Watch())
+    base = make(config=request.computed or recorded.config, exact=request.exact)
     saved, at = recorded.state_before(request.first)
     base.load(saved)
-    if request.exact:
-        base.compare_exactly()
     yield base.row(RECORDED, at, {}, time.process_time())
 
     known: dict[int, Tokens] = {}
-    gradients: dict[str, list[Tensor]] = {}
+    gradients: Gradients = {}
     state = saved
     for step in range(at, request.last):
-        if step == request.first and step != at and request.variants:
+        first = bool(request.variants) and step == request.first
+        if first and step != at:
             state = base.save(folder / "checkpoints", step)
-        begin = time.process_time()
-        part = base.part(step)
-        compares = bool(request.variants) and step == request.first
-        row = base.row(RECORDED, step + 1, base.step(part, deep=compares or request.trail), begin)
-
-        if request.trail:
-            row.trail = base.watch.trail() | {f"{name} after the step": each for name, each in row.digests.items()}
+        yield base.again(RECORDED, step, request.trail, gradients if first else None, known=None)
         if request.variants and step >= request.first:
             known[step] = {member: table["log-probabilities"].float() for member, table in base.watch.tokens.items()}
-        if compares:
-            row.first = first_step(base.watch, part)
-            gradients[RECORDED] = base.watch.rows()
-        yield row
 
     del base
     for name, config in request.variants.items():
-        other = make(config=config, watch=Watch())
+        other = make(config=config)
         other.load(state)
         for step in range(request.first, request.last):
-            begin = time.process_time()
-            part = other.part(step)
+            compared = gradients if step == request.first else None
             try:
-                values = other.step(part, deep=step == request.first)
+                yield other.again(name, step, trail=False, gradients=compared, known=known[step])
             except FloatingPointError as error:
                 raise ValueError(f"{name}: {error}; leave it out, or end before that step with --to") from None
 
-            values |= nearness(other.watch.tokens, known[step], part)
-            row = other.row(name, step + 1, values, begin)
-            if step == request.first:
-                row.first = first_step(other.watch, part)
-                gradients[name] = other.watch.rows()
-                row.first.cosine = {each: cosine(gradients[name], rows) for each, rows in gradients.items()}
-            yield row
 
-
-def nearness(own: Mapping[int, Mapping[str, Tensor]], known: Tokens, part: BatchPart) -> dict[str, float]:
+def nearness(
+    own: Mapping[int, Table], known: Tokens, part: BatchPart, among: dist.ProcessGroup | None = None
+) -> dict[str, float]:
     """How near a policy is to that of the run, by the tokens of one batch, over all ranks.
+
+    among: ranks that have each sample once between them; None: all.
 
     Beside the two measures of trust stands `gain`: what the changed policy would have earned more than the run's on
     these tasks. Each sample counts by how much likelier it has become. `gain/error` is its standard error.
     """
-    rows = part.rows
-    means = {
-        group: _mean([row.reward for row in rows if row.group_id == group and not row.unrewarded])
-        for group in {row.group_id for row in rows}
-    }
-    sums = torch.zeros(8, dtype=torch.float64)
+    found = torch.zeros(len(part.rows), 3, dtype=torch.float64)  # of each sample: tokens, KL, log of its weight
     for member, table in own.items():
         before = known.get(member)
         logp = table["log-probabilities"]
+        if before is not None and len(before) == len(logp) > 0:
+            ratio = logp - before.double()
+            kl = (ratio.clamp(-_MOST, _MOST).expm1() - ratio).sum()
+            found[member] = torch.stack([torch.tensor(len(logp)), kl, ratio.sum()])
 
-        if before is None or len(before) != len(logp) or not len(logp):
-            continue
-
-        ratio = logp - before.double()
-        weight = ratio.sum().clamp(-_MOST, _MOST).exp()
-        over = 0.0 if rows[member].unrewarded else rows[member].reward - means[rows[member].group_id]
-        kl = (ratio.clamp(-_MOST, _MOST).expm1() - ratio).sum()
-        ones = torch.ones((), dtype=torch.float64)
-        sums += torch.stack(
-            [ones * len(logp), kl, ones, weight, weight**2, weight * over, weight**2 * over, (weight * over) ** 2]
-        )
-
-    tokens, kl, samples, weights, squares, earned, mixed, spread = all_reduce(sums, "sum").tolist()
-    if not samples:
+    found = all_reduce(found, "sum", among)
+    there = found[:, 0] > 0
+    if not there.any():
         return {}
-    gain = earned / weights
-    error = max(0.0, spread - 2 * gain * mixed + gain**2 * squares) ** 0.5 / weights
+
+    tokens, kl, ratio = found[there].T
+    weight = ratio.clamp(-_MOST, _MOST).exp()
+    over = torch.zeros(len(part.rows), dtype=torch.float64)  # of each sample: its reward, less the mean of its group
+    rewarded = rewarded_rows(part)
+    rewards = over.new_tensor([row.reward for row in part.rows])
+    group = torch.tensor([row.group_id for row in part.rows])
+    over[rewarded] = group_centred(rewards[rewarded], group[rewarded]).double()
+    over = over[there]
+
+    gain = (weight * over).sum() / weight.sum()
     return {
-        "trust/ess": weights**2 / squares / samples,
-        "trust/kl": kl / tokens,
-        "gain": gain,
-        "gain/error": error,
+        "trust/ess": float(weight.sum() ** 2 / (weight**2).sum() / len(weight)),
+        "trust/kl": float(kl.sum() / tokens.sum()),
+        "gain": float(gain),
+        "gain/error": float((weight * (over - gain)).norm() / weight.sum()),
     }
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

@@ -76,6 +76,7 @@ class Watch:
         gradients = tensor_digests(self.gradient)
         return place_digests(tables) | {f"gradient of {name}": digest for name, digest in gradients.items()}
 
-    def rows(self) -> list[Tensor]:
-        """This rank's part of the gradient, as one list of tensors."""
-        return [local(each).double() for _, each in self.gradient]
+    def vector(self) -> Tensor:
+        """This rank's part of the gradient, in float64; empty where no step was made."""
+        parts = [local(each).double().flatten() for _, each in self.gradient]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)

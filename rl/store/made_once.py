@@ -100,10 +100,6 @@ def _locked(target: Path) -> AcquireReturnProxy[FileLock]:
             waited = f" for {time.monotonic() - begun:.0f} s" if patience_s else ""
             to_stderr(f"waiting{waited} for {target.name}, which {_maker(target)}")
             patience_s = min(60.0, max(_TELL_S, 2 * patience_s))
-        else:
-            if patience_s:
-                _waits.append(time.monotonic() - begun)
-            return acquired
 
 
 def _maker(target: Path) -> str:

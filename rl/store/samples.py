@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from rl.config.damage import readable
+from rl.config.damage import read_lines
 from rl.wire.messages import Trajectory
 
 FOLDER = "samples"
@@ -180,5 +180,4 @@ def read_trained(run: Path) -> dict[int, Trained]:
 def _lines(folder: Path, kind: type[S]) -> Iterator[S]:
     """Every line of the folder's files that can be read."""
     for path in sorted(folder.glob("*.jsonl")):
-        whole = (line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n"))
-        yield from readable(whole, kind)
+        yield from read_lines(path, kind)

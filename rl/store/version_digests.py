@@ -11,8 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from rl.config.damage import readable
-from rl.store.samples import LineFile
+from rl.config.damage import read_lines
 
 FILE = "digests.jsonl"
 
@@ -23,16 +22,11 @@ class VersionDigests(msgspec.Struct):
     tensors: dict[str, str]
 
 
-def digest_file(run_folder: Path) -> LineFile:
-    return LineFile(run_folder / FILE)
-
-
 def read_version_digests(run_folder: Path) -> dict[int, Mapping[str, str]]:
     """The digests by version, as far as they can be read."""
-    path = run_folder / FILE
     found: dict[int, Mapping[str, str]] = {}
     timeline = 0
-    for line in readable(path.read_bytes().splitlines(), VersionDigests) if path.exists() else ():
+    for line in read_lines(run_folder / FILE, VersionDigests):
         if line.timeline != timeline:
             found = {n: tensors for n, tensors in found.items() if n < line.n}
         timeline = line.timeline

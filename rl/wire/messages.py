@@ -5,14 +5,18 @@ A trajectory, a batch part and a generator's reply carry mappings of columns, wh
 
 from __future__ import annotations
 
+from collections.abc import Container
+from itertools import compress
+
 import numpy as np
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from rl.observe.trace_events import Wait
 from rl.wire.codec import Codec
 from rl.wire.codec import Frames as Frames
 from rl.wire.codec import ProtocolError as ProtocolError
-from rl.wire.columns import Accessor, Scope
+from rl.wire.columns import COLUMNS, Accessor, Scope
 
 
 class Version(Struct, frozen=True, order=True, array_like=True):
@@ -478,6 +482,18 @@ class BatchPart(TokenColumns, frozen=True, kw_only=True, tag="batch_part"):
         one_each = [1] * len(self.members)
         turns = [len(starts) for starts in self.turn_starts]
         return {"token": self.lengths, "turn": turns, "sequence": one_each, "sample": one_each}
+
+    def of_rows(self, rows: Container[int]) -> BatchPart:
+        """The sequences of these rows alone; `rows` and `loss_tokens` stay those of the whole."""
+        kept = np.array([row in rows for row in self.members], bool)
+        chosen = {scope: np.repeat(kept, np.array(counts, int)) for scope, counts in self.entries().items()}
+        columns = {name: values[chosen[COLUMNS[name].scope]] for name, values in self.columns.items()}
+        lists = {name: list(compress(getattr(self, name), kept)) for name in OF_SEQUENCES}
+        return replace(self, columns=columns, **lists)
+
+
+OF_SEQUENCES = ("members", "lengths", "turn_starts", "turn_order")
+"""What a batch part has of each of its sequences, beside the columns."""
 
 
 # ---------------------------------------------------------------- weights: learner <-> generator

@@ -59,9 +59,11 @@ class RunFile(BaseModel):
 
     @classmethod
     def load(cls, folder: str | Path) -> RunFile:
-        """Raises ConfigError where it is damaged, or a version with other fields wrote it. The model may be gone: who
-        needs it says so."""
+        """Raises ConfigError where it is none, is damaged, or a version with other fields wrote it. The model may be
+        gone: who needs it says so."""
         path = Path(folder) / "run.json"
+        if not path.exists():
+            raise ConfigError(f"{str(folder)!r} is no folder of a run (no run.json)")
         with reading(path, RESUME):
             tree = json.loads(path.read_text())
             if "config" not in tree:

@@ -203,23 +203,12 @@ class _Episode:
         while not stop_reason:
             stop_reason = await self._turn(self.conversations[-1])
 
-        return Trajectory(
-            server=0,
-            incarnation=0,
-            seq=0,
-            ticket_id=self.ticket.ticket_id,
-            sample_id=self.ticket.sample_id,
-            group_id=self.ticket.group_id,
-            task_index=self.ticket.task_index,
-            kind=self.ticket.kind,
-            timeline=self.sampler.timeline,
-            sequences=[conversation.sequence() for conversation in self.conversations],
+        return self.sampler.trajectory(
+            [conversation.sequence() for conversation in self.conversations],
+            begin,
             columns=self.conversations[-1].sample_columns(),
-            reward=math.fsum(turn.reward for each in self.conversations for turn in each.turns),
             success=self.success,
             stop_reason=stop_reason,
-            tokens_generated=self.sampler.tokens_generated,
-            seconds=time.monotonic() - begin,
             info=self.info | self._counts(),
             label=self.terms.label,
             unrewarded=self.unrewarded,

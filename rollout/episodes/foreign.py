@@ -67,26 +67,12 @@ async def play(
 
     if not forest.turns:
         raise EpisodeFailed("environment: run asked the model for nothing, or took no answer")
-    sequences = _rewarded(forest, outcome)
-    last = forest.turns[-1]
-
-    return Trajectory(
-        server=0,
-        incarnation=0,
-        seq=0,
-        ticket_id=ticket.ticket_id,
-        sample_id=ticket.sample_id,
-        group_id=ticket.group_id,
-        task_index=ticket.task_index,
-        kind=ticket.kind,
-        timeline=sampler.timeline,
-        sequences=sequences,
+    return sampler.trajectory(
+        _rewarded(forest, outcome),
+        begin,
         columns=forest.sample_columns(),
-        reward=math.fsum(turn.reward for sequence in sequences for turn in sequence.turns),
         success=outcome.success,
-        stop_reason="length" if last.finish_reason == "length" else "done",
-        tokens_generated=sampler.tokens_generated,
-        seconds=time.monotonic() - begin,
+        stop_reason="length" if forest.turns[-1].finish_reason == "length" else "done",
         info={**outcome.info, **_counts(session)},
         unrewarded=unrewarded,
     )

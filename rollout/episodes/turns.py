@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager as ContextManager
 from contextlib import nullcontext
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -14,7 +17,7 @@ from rl.config.seeds import turn_seed
 from rl.observe.trace import NO_TRACE, Trace
 from rl.observe.trace_events import Answered, Requested
 from rl.wire.columns import context_columns
-from rl.wire.messages import Generate, Generated, Ticket
+from rl.wire.messages import Generate, Generated, Ticket, TokenSequence, Trajectory
 from rollout.episodes.sequence import GrowingSequence
 
 GenerateCall = Callable[..., Awaitable[Generated]]
@@ -73,6 +76,26 @@ class TurnSampler:
         self._generate = generate
         self._during = during
         self._trace = trace
+
+    def trajectory(self, sequences: list[TokenSequence], begin: float, **told: Any) -> Trajectory:
+        """Of the ticket's episode, which began then, with what else is `told` of it. The server numbers it."""
+        ticket = self._ticket
+        return Trajectory(
+            server=0,
+            incarnation=0,
+            seq=0,
+            ticket_id=ticket.ticket_id,
+            sample_id=ticket.sample_id,
+            group_id=ticket.group_id,
+            task_index=ticket.task_index,
+            kind=ticket.kind,
+            timeline=self.timeline,
+            sequences=sequences,
+            reward=math.fsum(turn.reward for sequence in sequences for turn in sequence.turns),
+            tokens_generated=self.tokens_generated,
+            seconds=time.monotonic() - begin,
+            **told,
+        )
 
     async def turn(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import yaml
 from msgspec import Struct
 
+from rl.config.damage import read_lines
 from rl.config.plugins import validated
 from rl.config.schema import Config, ConfigError, validate
 from rl.learner.simulated import simulated_options
@@ -200,7 +200,7 @@ def read_run(folder: Path) -> tuple[Config, Measured]:
         raise ConfigError(f"{str(folder)!r} is no run: it has no metrics.jsonl; give the folder of a finished run")
 
     config = validate(yaml.safe_load((folder / "config.yaml").read_text()))
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_lines(path, dict[str, Any])
     steps = [row for row in rows if "time/step" in row]
     if len(steps) < 4:
         raise ConfigError(f"{str(path)!r} has {len(steps)} training steps; a fit needs 4 or more")

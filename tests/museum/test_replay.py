@@ -15,7 +15,8 @@ from rl.learner.tensor_digests import tensor_digests
 from rl.replay.recorded import Recorded
 from rl.replay.replay import Request, replayed
 from rl.store.batch_files import write_batch_part
-from rl.store.version_digests import VersionDigests, digest_file
+from rl.store.samples import LineFile
+from rl.store.version_digests import FILE, VersionDigests
 from rl.wire.messages import BatchPart
 from rl.wire.run import RunFile
 from tests.conftest import save_run
@@ -35,7 +36,7 @@ class RecordingLab(Lab):
         assert run.model_folder is not None
         super().__init__(run.model_folder, *overrides, steps=steps)
         self.kept = run.folder
-        self._digests = digest_file(run.folder)
+        self._digests = LineFile(run.folder / FILE)
 
     def assembled(self, batch_part: BatchPart) -> BatchPart:
         write_batch_part(self.kept, batch_part)

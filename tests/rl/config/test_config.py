@@ -61,6 +61,14 @@ def test_overrides_reach_their_field_and_numbers_are_numbers() -> None:
     assert config.rollout.hold_patience == float("inf")
 
 
+@pytest.mark.parametrize("field", ["tracking.trace", "tracking.replay", "weights.delta", "learner.router_replay"])
+def test_the_word_off_is_no_false(field: str) -> None:
+    """YAML reads it as false; a field that is true or false stays one."""
+    config = load_config(None, [f"{field}=off", "weights.probe=off"])
+    section, _, name = field.partition(".")
+    assert getattr(getattr(config, section), name) == "off" and config.weights.probe is False
+
+
 def test_an_empty_string_stays_one() -> None:
     assert load_config(None, ["tracking.project="]).tracking.project == ""
 

@@ -111,7 +111,7 @@ class Harness:
             peer, message = receive_from(socket)
             if socket is self.steps:
                 self.learner = peer
-            if isinstance(message, SaveRequest):
+            if isinstance(message, SaveRequest) and self.children[0].poll() is None:  # the dead take no answer
                 self.answer(Journal(message.version, f"journal {message.version.n}".encode()))
             if isinstance(message, Register):
                 self.registered.add((message.index, message.incarnation))

@@ -43,7 +43,8 @@ def copied(folder: Path) -> int:
 
 def place_of(machines: Machines, number: int, path: Path) -> Path:
     """Where a machine's own path is found from here."""
-    return machines._folder / str(number) / path.relative_to("/tmp")
+    seen: Path = machines._folder / str(number) / path.relative_to("/tmp")
+    return seen
 
 
 def steps_trained(folder: Path) -> list[int]:

@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from experiments.machines import Machines, missing
 from launch.launcher.copies import TIMELINES
 from rl.store.checkpoint_folder import steps_of, verify
 from rl.store.made_once import cache_folder
-from tests.machines import Machines, missing
 from tests.test_machines import ROOT, Run, wait_for
 
 pytestmark = [pytest.mark.docs, pytest.mark.skipif(bool(missing()), reason=f"several machines on one box: {missing()}")]

@@ -35,8 +35,8 @@ def reading(path: Path, remedy: str) -> Iterator[None]:
 
 
 def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
-    """The whole lines of a file that can be read; of one that is not there, none."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    """The whole lines of a file that can be read; of one that is not there, or is no file, none."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     yield from readable((line for line in lines if line.endswith(b"\n")), kind)
 
 

@@ -34,7 +34,7 @@ class HostWeights(nn.Module):
         dtype: None keeps each parameter's own. gradients: in which packs are added up.
         """
         super().__init__()
-        self._copies = [parameter for _, parameter in model.trainable()]
+        self._names, self._copies = zip(*model.trainable(), strict=True)
         self._masters = [nn.Parameter(parameter.detach()) for parameter in self._copies]
         self._fetched: list[Tensor] = []  # room for gradients, from the first step on
         self._sums: dict[int, Tensor] = {}
@@ -57,7 +57,7 @@ class HostWeights(nn.Module):
 
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Float32 weights by name, with tied ones once."""
-        return self.named_parameters()
+        return zip(self._names, self._masters, strict=True)
 
     @torch.no_grad()
     def fetch_gradients(self) -> None:

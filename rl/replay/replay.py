@@ -98,7 +98,9 @@ class Replay:
         """exact: whether each step tells `exact/max` and its like, whatever they are."""
         run = recorded.run
         if run.model_folder is None or not run.model_folder.exists():
-            raise ValueError(f"{run.model_folder}, which the run began with, is gone; make it again there")
+            raise ValueError(
+                f"{run.model_folder}, which the run began with, is not there any more; make it again there"
+            )
         self._recorded = recorded
         self._rank = rank
         self._ranks = ranks

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from experiments.bench._bare_loop import BareLoop
 from experiments.bench._measuring import batch_part_of, temporary_run
-from experiments.gpu.models import save_model, shape_of
+from experiments.gpu.models import SIZES, save_model, shape_of
 from experiments.gpu.part import Result, Unrun
 from launch.machine import this_machine
 from launch.memory import Need, check_memory, estimate
@@ -35,6 +35,7 @@ from rl.learner.update import UpdateStats
 from rl.models.head import token_logprobs
 from rl.models.layout import Layout
 from rl.models.packing import Pack, make_packs
+from rl.wire.columns import ROUTED_EXPERTS, register, routed_experts
 from rl.wire.messages import BatchPart
 
 _PEAK = 989e12  # of an H100 in bfloat16, dense
@@ -45,6 +46,23 @@ _MEMORY = {"cuda": [("0.5b", True), ("0.5b", False), ("1.5b", True), ("1.5b", Fa
 _STATES = {"cuda": ["1.5b", "4b", "8b"], "cpu": ["tiny"]}
 _HOST = "learner.optimizer_states=host"
 _PLACES = {"device": (), "host": (_HOST,), "host, added up in bfloat16": (_HOST, "learner.reduce_dtype=bfloat16")}
+_LORA = "model.lora={rank: 16, alpha: 32}"
+_UNREPLAYED = "learner.router_replay=off"
+_KINDS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
+    "cuda": [
+        ("1.5b", "in full", ()),
+        ("1.5b", "LoRA", (_LORA,)),
+        ("8b", "LoRA", (_LORA,)),
+        ("mixture", "without replay", (_UNREPLAYED,)),
+        ("mixture", "router replay", ()),
+    ],
+    "cpu": [
+        ("tiny", "in full", ()),
+        ("tiny", "LoRA", (_LORA,)),
+        ("tiny mixture", "without replay", (_UNREPLAYED,)),
+        ("tiny mixture", "router replay", ()),
+    ],
+}
 
 Step = Callable[[BatchPart], None]
 
@@ -89,25 +107,37 @@ def memory(result: Result, device: str) -> None:
 
 def states(result: Result, device: str) -> None:
     """Steps with the optimizer's states on the device and on the host: seconds, peak beside the estimate, and what the
-    optimizer itself takes. What neither GPU nor host holds is noted so, by the estimate."""
+    optimizer itself takes."""
+    cases = [(size, name, overrides) for size in _STATES[device] for name, overrides in _PLACES.items()]
+    _note_steps(result, device, cases)
+
+
+def kinds(result: Result, device: str) -> None:
+    """Steps with adapters, and of a mixture of experts with and without the routing that its engine told, beside steps
+    of a dense model in full."""
+    _note_steps(result, device, _KINDS[device])
+
+
+def _note_steps(result: Result, device: str, cases: Sequence[tuple[str, str, tuple[str, ...]]]) -> None:
+    """cases: size, name, fields. What neither GPU nor host holds is noted so, by the estimate."""
     here = this_machine()
     with _one_rank(device) as mesh, tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
-        for size in _STATES[device]:
-            model: Path | None = None
-            for name, overrides in _PLACES.items():
-                config = config_of(size, device, checkpointing=True, overrides=overrides)
-                needs = estimate(config, device, shape_of(size))
-                own = [need for need in needs if need.what in ("learner's GPU", "learner rank")]
+        for size, name, overrides in cases:
+            config = config_of(size, device, checkpointing=True, overrides=overrides)
+            needs = estimate(config, device, shape_of(size))
+            own = [need for need in needs if need.what in ("learner's GPU", "learner rank")]
 
-                try:
-                    check_memory(own, here)
-                except ConfigError as error:
-                    result.note(f"{size}, {name}", {"unrun": str(error)})
-                    continue
+            try:
+                check_memory(own, here)
+            except ConfigError as error:
+                result.note(f"{size}, {name}", {"unrun": str(error)})
+                continue
 
-                _clear(device)
-                model = model or save_model(size, Path(folder), device)
-                result.note(f"{size}, {name}", _with_states(config, model, mesh, size, device) | _promised(own))
+            _clear(device)
+            model = Path(folder) / size
+            if not model.exists():
+                save_model(size, Path(folder), device)
+            result.note(f"{size}, {name}", _with_states(config, model, mesh, size, device) | _promised(own))
 
 
 def _with_states(config: Config, model: Path, mesh: DeviceMesh, size: str, device: str) -> dict[str, Any]:
@@ -170,7 +200,13 @@ def _batch_part(size: str, device: str, seed: int) -> BatchPart:
     prompt = longest // 16
     random = np.random.default_rng(seed)
     answers = random.integers(longest // 8 - prompt, longest - prompt + 1, _SAMPLES).tolist()
-    return batch_part_of(prompt, answers, _GROUP, shape_of(size).vocabulary, random, shared=False)
+    batch_part = batch_part_of(prompt, answers, _GROUP, shape_of(size).vocabulary, random, shared=False)
+    if (column := routed_experts(SIZES[size])) is not None:
+        register(column)
+        layers, chosen = column.shape
+        chances = random.random((sum(batch_part.lengths), layers, SIZES[size]["num_experts"]), np.float32)
+        batch_part.columns[ROUTED_EXPERTS] = chances.argpartition(chosen, -1)[..., :chosen].astype(column.dtype)
+    return batch_part
 
 
 def _fresco(config: Config, model: Path, mesh: DeviceMesh, device: str) -> Step:

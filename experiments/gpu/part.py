@@ -14,6 +14,7 @@ PARTS = {
     "learner": ("experiments.gpu.learner:learner", 240),
     "memory": ("experiments.gpu.learner:memory", 120),
     "states": ("experiments.gpu.learner:states", 240),
+    "kinds": ("experiments.gpu.learner:kinds", 240),
     "weights": ("experiments.gpu.engine:weights", 240),
     "adapters": ("experiments.gpu.engine:adapters", 120),
     "rollout": ("experiments.gpu.engine:rollout", 240),

@@ -29,7 +29,7 @@ def told(out: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.docs
 def test_the_fast_parts_on_a_cpu(tmp_path: Path) -> None:
-    parts = ["learner", "memory", "states", "one_gpu"]
+    parts = ["learner", "memory", "states", "kinds", "one_gpu"]
     assert kit.main([*parts, "--device", "cpu", "--minutes", "8", "--out", str(tmp_path)]) == 0
 
     case = told(tmp_path, "learner")
@@ -40,6 +40,10 @@ def test_the_fast_parts_on_a_cpu(tmp_path: Path) -> None:
     places = told(tmp_path, "states")
     for name in ("device", "host", "host, added up in bfloat16"):
         assert {"gradients_s", "optimizer_s", "promised_host_gib"} <= places[f"tiny, {name}"].keys()
+    models = told(tmp_path, "kinds")
+    for name in ("tiny, in full", "tiny, LoRA", "tiny mixture, without replay", "tiny mixture, router replay"):
+        assert models[name]["gradients_s"] > 0 and models[name]["optimizer_s"] > 0
+    assert models["tiny, LoRA"]["promised_host_gib"] < models["tiny, in full"]["promised_host_gib"]
     assert told(tmp_path, "memory")["unrun"] == "torch does not count the bytes of a CPU"
     assert told(tmp_path, "one_gpu")["unrun"] == "a CPU has no GPU to share"
     assert all((tmp_path / f"{name}.log").exists() for name in parts)

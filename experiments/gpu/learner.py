@@ -203,7 +203,7 @@ def _batch_part(size: str, device: str, seed: int) -> BatchPart:
     batch_part = batch_part_of(prompt, answers, _GROUP, shape_of(size).vocabulary, random, shared=False)
     if (column := routed_experts(SIZES[size])) is not None:
         register(column)
-        layers, chosen = column.shape
+        layers, chosen = (int(size) for size in column.shape)
         chances = random.random((sum(batch_part.lengths), layers, SIZES[size]["num_experts"]), np.float32)
         batch_part.columns[ROUTED_EXPERTS] = chances.argpartition(chosen, -1)[..., :chosen].astype(column.dtype)
     return batch_part

@@ -104,7 +104,7 @@ def planned(command: str) -> list[str]:
 
 
 RUNS = [
-    (page, command)
+    (page, command, block.needs)
     for page in pages_with("bash")
     if page.name not in IN_FULL
     for block in blocks(page)
@@ -113,13 +113,16 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("page", "command"), RUNS, ids=name)
-def test_a_run_is_planned(page: Path, command: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("page", "command", "needs"), RUNS, ids=name)
+def test_a_run_is_planned(page: Path, command: str, needs: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(page, here)
     if any(Path(block.file).parent.name == "algos" for block in blocks(page)) and "algo.loss" in command:
         command = command.replace("algo.loss=", "algo.loss=algos/").replace("soft_clip ", "soft_clip.py:soft_clip ", 1)
     assert main([*planned(command), "--dry-run"]) == 0, capsys.readouterr().err
-    assert "the configuration is valid" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "the configuration is valid" in printed
+    is_started = not needs and "--dry-run" not in command
+    assert not is_started or "(cuda:" not in printed, f"{page.name}: say `<!-- needs: gpu -->` above {command}"
 
 
 def test_a_run_on_an_openenv_server_is_planned(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

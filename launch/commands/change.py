@@ -31,8 +31,8 @@ def set_fields(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{item}: it cannot change while a run goes on; what can is {', '.join(SETTABLE)}")
 
     learner = overridden(run.config.model_dump(mode="json"), arguments.overrides).learner
-    fields = [item.partition("=")[0].partition(".")[2] for item in arguments.overrides]
-    made = _ask(run, Change(sets={f"learner.{field}": getattr(learner, field) for field in fields}))
+    fields = [item.partition("=")[0] for item in arguments.overrides]
+    made = _ask(run, Change(sets={field: getattr(learner, field.partition(".")[2]) for field in fields}))
     say(f"from step {made.step} on: {', '.join(f'{name}={value}' for name, value in made.sets.items())}")
     return 0
 
@@ -40,12 +40,8 @@ def set_fields(arguments: argparse.Namespace) -> int:
 def undo(arguments: argparse.Namespace) -> int:
     """Returns 0 once the old version is published again. Raises ConfigError."""
     run = _live(arguments.run)
-    known = reachable(arguments.run)
     if run.config.supervised:
         raise ConfigError(f"{str(arguments.run)!r}: fine-tuning goes back by resume=CHECKPOINT only, after its end")
-    if arguments.to not in known:
-        raise ConfigError(f"--to {arguments.to}: {_within(arguments.run)}")
-
     made = _ask(run, Change(undo=arguments.to))
     begin = time.monotonic()
     wanted = f'{{"timeline":{made.timeline},"n":{made.undo},'
@@ -54,11 +50,6 @@ def undo(arguments: argparse.Namespace) -> int:
     seconds = time.monotonic() - begin
     print(f"version {made.undo} is the newest again, in timeline {made.timeline}, {seconds:.1f} s after the step's end")
     return 0
-
-
-def _within(folder: Path) -> str:
-    there = ", ".join(map(str, reachable(folder))) or "none; set learner.checkpoint_every"
-    return f"a run goes back to one of its two newest checkpoints: {there}"
 
 
 def _live(folder: Path) -> RunFile:
@@ -73,7 +64,9 @@ def _live(folder: Path) -> RunFile:
 
 
 def _ask(run: RunFile, wish: Change) -> Change:
-    """What was made of it. Raises ConfigError where another wish waits, or nobody takes this one."""
+    """What was made of it. Raises ConfigError where another wish waits, or this one is out of reach."""
+    if wish.undo is not None and wish.undo not in reachable(run.folder):
+        raise _beyond(run, wish)
     known = len(read_changes(run.folder))
     path = run.folder / WISH
     partial = run.folder / f"{WISH}.{os.getpid()}"
@@ -91,8 +84,13 @@ def _ask(run: RunFile, wish: Change) -> Change:
         path.unlink(missing_ok=True)
     changes = read_changes(run.folder)
     if len(changes) == known:
-        raise ConfigError(f"it was not taken: {wish.undo} is out of reach, {_within(run.folder)}")
+        raise _beyond(run, wish)
     return changes[-1]
+
+
+def _beyond(run: RunFile, wish: Change) -> ConfigError:
+    there = ", ".join(map(str, reachable(run.folder))) or "none; set learner.checkpoint_every"
+    return ConfigError(f"--to {wish.undo}: a run goes back to one of its two newest checkpoints: {there}")
 
 
 def _wait(run: RunFile, whom: str, done: Callable[[], bool]) -> None:

@@ -34,8 +34,7 @@ def lab(arguments: argparse.Namespace) -> int:
     """Returns 0. Raises ConfigError."""
     recorded = Recorded(arguments.run)
     first, last = recorded.span(arguments.first, arguments.last)
-    losses = [name.strip() for name in arguments.losses.split(",")]
-    wanted = {name: [f"algo.loss={name}"] for name in losses if name}
+    wanted = {name: [f"algo.loss={name}"] for name in map(str.strip, arguments.losses.split(",")) if name}
     wanted |= {text: text.split() for text in arguments.variants if text.split()}
     if not wanted:
         raise ConfigError('give --losses grpo,topr,my_module:mine, or --with "algo.advantage=batch", or both')
@@ -106,14 +105,7 @@ def _samples(recorded: Recorded, step: int, firsts: dict[str, FirstStep]) -> lis
     for member in sorted(members, key=lambda each: min(shares[each].values()) - max(shares[each].values()))[:_SHOWN]:
         row = batch.rows[member]
         own = batch.of_rows([member])
-        facts = {
-            "group": row.group_id,
-            "reward": row.reward,
-            "age": step - row.version,
-            "tokens": row.loss_tokens,
-            "share": shares[member],
-        }
-
+        facts = {"group": row.group_id, "reward": row.reward, "age": step - row.version, "share": shares[member]}
         pull = {name: first.tokens.get(member, []) for name, first in firsts.items()}
         generated = own.loss_mask.nonzero()[0].tolist()
         told.append(facts | {"text": pieces.of(own.token_ids.tolist()), "generated": generated, "pull": pull})

@@ -146,7 +146,7 @@ def _verdict(recorded: Recorded, rows: list[Row], config: Config, overrides: lis
         return 0
 
     apart = [
-        (math.inf if told is None else abs(value - told) / max(1.0, abs(told)), name, row.n)
+        (abs(value - told) / max(1.0, abs(told)) if isinstance(told, int | float) else math.inf, name, row.n)
         for row in steps
         for name, (value, told) in row.differing.items()
     ]

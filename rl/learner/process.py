@@ -119,8 +119,8 @@ class Learner:
             team=make_team(run.learner_device, self.config.learner.context_parallel),
             device=run.learner_device,
             before_forward=self._advance,
-            observe=self.token_log,
         )
+        self.trainer.observed_by(self.token_log)
 
         self.policy = self.trainer.policy
         self._lora = self._adapters()
@@ -238,9 +238,8 @@ def _threads(config: Config, device: str) -> int:
 
 
 def join_ranks(process: Process) -> DeviceMesh | None:
-    """Join the process group of this incarnation of the ranks.
+    """Join the process group of this incarnation of the ranks, and what `make_mesh` gives for it.
 
-    None where there is nothing to batch part and nothing to cast: wrapping costs a single rank 4 % of its time.
     A rank may wait as long as another one waits for its batch, and then some: that wait is the one to report.
     """
     run = process.run
@@ -253,8 +252,7 @@ def join_ranks(process: Process) -> DeviceMesh | None:
     timeout = timedelta(seconds=run.config.learner.batch_deadline_s + run.config.timeouts.hang_s)
     store = _meeting_place(process)
     dist.init_process_group(backend, store=store, rank=process.index, world_size=ranks, timeout=timeout)
-    alone = ranks == 1 and run.config.model.dtype == "float32"
-    return None if alone else make_mesh(run.learner_device, ranks, run.config.learner.copies)
+    return make_mesh(run.config, run.learner_device, ranks)
 
 
 def _meeting_place(process: Process) -> dist.Store:

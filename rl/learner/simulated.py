@@ -90,12 +90,6 @@ def save(process: Process, client: RunClient, step: int) -> None:
             commit(folder, Meta(step, client.timeline, learner.ranks), journal, learner.keep_checkpoints)
 
 
-def undone(process: Process, client: RunClient, n: int) -> int | None:
-    """The version to which the run was asked to go back, now that it is at version `n`."""
-    change = take_wish(process.run.folder, n, client.timeline) if n < client.last_step else None
-    return change.undo if change is not None else None
-
-
 def train(process: Process, client: RunClient, entry: Entry) -> None:
     """Does what `rl.learner.process.train` does, with a sleep in the place of training."""
     config = process.config.learner
@@ -120,9 +114,11 @@ def train(process: Process, client: RunClient, entry: Entry) -> None:
         client.report(batch_part, {"train/loss": simulated_loss(batch_part)} | times)
         if client.checkpoint_due(batch_part.step + 1):
             save(process, client, batch_part.step + 1)
-        if config.ranks == 1 and (n := undone(process, client, batch_part.step + 1)) is not None:
-            client.go_back(n)
-            publish(n)
+        if config.ranks == 1 and batch_part.step + 1 < client.last_step:
+            change = take_wish(process.run.folder, batch_part.step + 1, client.timeline)
+            if change is not None and change.undo is not None:
+                client.go_back(change.undo)
+                publish(change.undo)
 
     if (step := client.to_be_saved) is not None:
         save(process, client, step)

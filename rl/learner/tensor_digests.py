@@ -16,8 +16,7 @@ from torch import Tensor
 from rl.learner.credit import all_reduce
 from rl.models.loading import is_told, local_part
 
-_CHUNK = {"cpu": 1 << 18}  # elements that are widened to 64 bits at once; elsewhere each call costs more
-_CHUNK_ELSEWHERE = 1 << 24
+_CHUNK = (1 << 18, 1 << 24)  # elements that are widened to 64 bits at once; not on a CPU, where each call costs more
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # The constants of splitmix64, as signed numbers.
 _STEP = -7046029254386353131
@@ -55,7 +54,7 @@ def _weighted(rows: Tensor, first: int) -> Tensor:
     width = rows.shape[1]
     bits = rows.contiguous().view(_BITS[rows.element_size()])
     columns = _odd(0, width, 1, rows.device)
-    lines = max(1, _CHUNK.get(rows.device.type, _CHUNK_ELSEWHERE) // max(1, width))
+    lines = max(1, _CHUNK[rows.device.type != "cpu"] // max(1, width))
     total = torch.zeros((), dtype=torch.int64, device=rows.device)
     for place, own in enumerate(bits.split(lines)):
         total += ((own * columns).sum(1) * _odd(first + place * lines, len(own), 0, rows.device)).sum()

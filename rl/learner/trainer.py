@@ -149,11 +149,8 @@ class Trainer:
         team: Team | None = None,
         device: str = "cpu",
         before_forward: Callable[..., None] | None = None,
-        observe: Observer = unobserved,
     ) -> None:
-        """folder: the starting weights. observe: sees every pack of the policy's update, on one rank of a team.
-
-        team: ranks that get the same batch parts, and compute each pack together.
+        """folder: the starting weights. team: ranks that get the same batch parts, and compute each pack together.
 
         Raises ValueError for settings or models that do not fit together.
         """
@@ -165,7 +162,7 @@ class Trainer:
         self._on_host = config.learner.optimizer_states == "host"
         self._team = team
         self.counted = None if team is None else team.counted
-        self._observe = observe if team is None or team.index == 0 else unobserved
+        self._observe: Observer = unobserved
         self._ranks = 1 if mesh is None else mesh.size()
 
         self.algorithm = make_algorithm(config)
@@ -196,6 +193,11 @@ class Trainer:
         for model in (self.policy, self.reference, self.critic):
             if isinstance(model, nn.Module) and before_forward is not None:
                 model.register_forward_pre_hook(before_forward)
+
+    def observed_by(self, observe: Observer) -> None:
+        """`observe` sees every pack of the policy's update, on one rank of a team."""
+        if self._team is None or self._team.index == 0:
+            self._observe = observe
 
     def minibatches(self, batch_part: BatchPart) -> list[Minibatch]:
         """This rank's part of each optimizer step, complete for the loss; every rank gets equally many packs.

@@ -61,8 +61,9 @@ def _batches(step: int, a: Recorded, b: Recorded) -> Iterator[Parting]:
     ids = [{row.sample_id for row in part.rows} for part in (left, right)]
     for sample in sorted(ids[0] ^ ids[1]):
         run, words = (b, "second") if sample in ids[0] else (a, "first")
-        if (elsewhere := _batch_with(sample, run)) is not None:
-            yield Parting(step, "order", f"sample {sample} stands in batch {elsewhere} of the {words} run")
+        for elsewhere in run.steps:
+            if any(row.sample_id == sample for row in run.part(elsewhere, 0, 1).rows):
+                yield Parting(step, "order", f"sample {sample} stands in batch {elsewhere} of the {words} run")
         yield Parting(step, "sample", f"{sample} is missing in the {words} run")
 
     yield from _rows(step, left, right)
@@ -71,10 +72,6 @@ def _batches(step: int, a: Recorded, b: Recorded) -> Iterator[Parting]:
     orders = [str([run.part(step, i, len(run.ranks)).members for i in range(len(run.ranks))]) for run in (a, b)]
     if orders[0] != orders[1]:
         yield Parting(step, "order", "samples of the ranks", *orders)
-
-
-def _batch_with(sample: int, run: Recorded) -> int | None:
-    return next((step for step in run.steps if any(row.sample_id == sample for row in run.part(step, 0, 1).rows)), None)
 
 
 def _rows(step: int, left: BatchPart, right: BatchPart) -> Iterator[Parting]:

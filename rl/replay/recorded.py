@@ -20,23 +20,11 @@ from rl.store.version_digests import read_version_digests
 from rl.wire.messages import OF_SEQUENCES, BatchPart
 from rl.wire.run import RunFile
 
-COMPUTES = frozenset(
-    f"learner.{name}"
-    for name in (
-        "ranks",
-        "context_parallel",
-        "copies",
-        "reduce_dtype",
-        "threads",
-        "max_tokens_per_pack",
-        "logprob_chunk",
-        "attention",
-        "activation_checkpointing",
-    )
-) | {"model.dtype"}
+_HOW = "ranks context_parallel copies reduce_dtype threads max_tokens_per_pack logprob_chunk attention"
+COMPUTES = {f"learner.{name}" for name in (*_HOW.split(), "activation_checkpointing")} | {"model.dtype"}
 """Fields that change how a step is computed, and nothing of what it is."""
-_LEARNS = {"lr", "warmup_steps", "schedule", "min_lr_fraction", "betas", "eps", "weight_decay", "max_grad_norm"}
-COUNTS = frozenset(f"learner.{name}" for name in {*_LEARNS, "minibatches"}) | {"steps"} | COMPUTES
+_WHAT = "lr warmup_steps schedule min_lr_fraction betas eps weight_decay max_grad_norm minibatches"
+COUNTS = {f"learner.{name}" for name in _WHAT.split()} | {"steps"} | COMPUTES
 """Fields outside of `algo` that a replay may change."""
 _OF_SAMPLES = ("algo.columns", "algo.teacher", "algo.critic.enabled")
 
@@ -58,7 +46,7 @@ class Recorded:
         self.digests = read_version_digests(folder)
         rows = read_lines(folder / "metrics.jsonl", dict[str, Any])
         steps = (row for row in rows if "train/loss" in row and isinstance(row.get("step"), int))
-        self.metrics = {row["step"]: {name: _told(value) for name, value in row.items()} for row in steps}
+        self.metrics = {row["step"]: row for row in steps}
 
     def __reduce__(self) -> tuple[type[Recorded], tuple[Path]]:
         """Another process reads the folder itself, and so registers what the run has registered."""
@@ -93,15 +81,15 @@ class Recorded:
     def state_before(self, step: int) -> tuple[Path | None, int]:
         """The newest checkpoint that is not behind this step, and its own; None: the start model. Raises
         ConfigError."""
-        own = {n: path for n, path in steps_of(self.folder / "checkpoints").items() if n <= step}
-        if own and max(own) >= self.run.start_step:
-            return own[max(own)], max(own)
+        own = steps_of(self.folder / "checkpoints")
+        newest = max((n for n in own if n <= step), default=-1)
+        if newest >= self.run.start_step:
+            return own[newest], newest
         if step < self.run.start_step:
             raise ConfigError(f"--from {step}: the run begins at step {self.run.start_step}")
         began = self.config.resume
         if began is not None and not began.exists():
-            own_steps = sorted(steps_of(self.folder / "checkpoints"))
-            later = f"take --from {own_steps[0]}" if own_steps else "put it back there"
+            later = f"take --from {min(own)}" if own else "put it back there"
             raise ConfigError(f"{began}, which the run began with, is not there any more; {later}")
         return began, self.run.start_step if began is None else read_meta(began).step
 
@@ -126,11 +114,6 @@ class Recorded:
         row = self.metrics.get(n, {})
         both = {name: (value, row[name]) for name, value in values.items() if name in row}
         return {name: pair for name, pair in both.items() if (pair[0] if math.isfinite(pair[0]) else None) != pair[1]}
-
-
-def _told(value: Any) -> Any:
-    """None stands in the place of what a damaged row has instead of a number."""
-    return value if isinstance(value, int | float | list) else None
 
 
 def dealt(parts: Sequence[BatchPart], rank: int, ranks: int) -> BatchPart:

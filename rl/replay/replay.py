@@ -93,9 +93,10 @@ class Replay:
     """One rank's trainer."""
 
     def __init__(
-        self, recorded: Recorded, config: Config, rank: int, ranks: int, device: str, exact: bool = False
+        self, recorded: Recorded, config: Config, saved: Path | None, rank: int, ranks: int, device: str, exact: bool
     ) -> None:
-        """exact: whether each step tells `exact/max` and its like, whatever they are."""
+        """saved: a checkpoint; None: the start model. exact: whether each step tells `exact/max` and its like, whatever
+        they are. Raises CheckpointError, ValueError."""
         run = recorded.run
         if run.model_folder is None or not run.model_folder.exists():
             raise ValueError(
@@ -105,34 +106,26 @@ class Replay:
         self._rank = rank
         self._ranks = ranks
         self._together = config.learner.context_parallel if ranks % config.learner.context_parallel == 0 else 1
-        self.watch = Watch()
 
         config = config.model_copy(deep=True)  # what was set in the run is set in it again
         torch.set_num_threads(config.learner.threads)
         torch.manual_seed(config.seed)
 
-        copies = config.learner.copies if ranks % config.learner.copies == 0 else 1
-        alone = ranks == 1 and config.model.dtype == "float32"
         self.trainer = Trainer(
             config,
             run.model_folder,
             last_step=max(run.start_step, config.steps),
-            mesh=None if alone else make_mesh(device, ranks, copies),
+            mesh=make_mesh(config, device, ranks),
             team=make_team(device, self._together),
             device=device,
-            observe=self.watch,
         )
-
-        self.watch.at(self.trainer)
+        self.watch = Watch(self.trainer)
         self._began = config.learner.model_copy()
 
         never = config.alarms.model_copy(update={"exact": math.inf if exact else None})
         told = config.model_copy(update={"alarms": never})
         alarms = Alarms(never, lambda name, detail: None)
         self._exact = ExactCheck(self.trainer.policy, told, alarms, self.trainer.counted)
-
-    def load(self, saved: Path | None) -> None:
-        """Raises CheckpointError."""
         if saved is not None:
             checkpoint.load(saved, self.trainer.trained())
 
@@ -196,15 +189,13 @@ def replayed(recorded: Recorded, request: Request) -> Iterator[Row]:
 
 def _rows(recorded: Recorded, request: Request, ranks: int, device: str, rank: int, folder: Path) -> Iterator[Row]:
     """Of one rank; all go through them together."""
-    make = partial(Replay, recorded, rank=rank, ranks=ranks, device=device)
-    base = make(config=request.computed or recorded.config, exact=request.exact)
-    saved, at = recorded.state_before(request.first)
-    base.load(saved)
+    make = partial(Replay, recorded, rank=rank, ranks=ranks, device=device, exact=request.exact)
+    state, at = recorded.state_before(request.first)
+    base = make(config=request.computed or recorded.config, saved=state)
     yield base.row(RECORDED, at, {}, time.process_time())
 
     known: dict[int, Tokens] = {}
     gradients: Gradients = {}
-    state = saved
     for step in range(at, request.last):
         first = bool(request.variants) and step == request.first
         if first and step != at:
@@ -215,8 +206,7 @@ def _rows(recorded: Recorded, request: Request, ranks: int, device: str, rank: i
 
     del base
     for name, config in request.variants.items():
-        other = make(config=config)
-        other.load(state)
+        other = make(config=config, saved=state)
         for step in range(request.first, request.last):
             compared = gradients if step == request.first else None
             try:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from algos.types import LossInputs, LossResult
-from rl.learner.algorithm import Algorithm
 from rl.learner.tensor_digests import place_digests, tensor_digests
 from rl.learner.trainer import Trainer
 from rl.models.packing import Pack
@@ -22,28 +21,23 @@ TRAIL = ("advantages", "weights", "log-probabilities", "entropy", "loss")
 class Watch:
     """The observer of one rank's trainer. `tokens`: by row of the batch a table (values, L loss tokens), in float64."""
 
-    def __init__(self) -> None:
-        self._deep = False
-        self.tokens: dict[int, dict[str, Tensor]] = {}
-        self.gradient: list[tuple[str, Tensor]] = []
-        self._algorithm: Algorithm
-
-    def at(self, trainer: Trainer) -> None:
-        """This is the trainer."""
+    def __init__(self, trainer: Trainer) -> None:
         self._algorithm = trainer.algorithm
+        self.begin(deep=False)
         named = list(trainer.weights.trainable())
 
         def first_gradient(*_: Any) -> None:
             if self._deep and not self.gradient:
                 self.gradient = [(name, each.grad.clone()) for name, each in named if each.grad is not None]
 
+        trainer.observed_by(self)
         trainer.optimizer.adamw.register_step_pre_hook(first_gradient)
 
     def begin(self, *, deep: bool) -> None:
         """A step. deep: whether gradient, pulls and what leads to the trail are looked at as well."""
         self._deep = deep
-        self.tokens = {}
-        self.gradient = []
+        self.tokens: dict[int, dict[str, Tensor]] = {}
+        self.gradient: list[tuple[str, Tensor]] = []
 
     def __call__(self, pack: Pack, inputs: LossInputs, result: LossResult) -> None:
         assert pack.layout is not None

@@ -26,7 +26,7 @@ LAB = {
     "losses": [loss("recorded", None), loss("<b>topr</b>", 5)],
     "samples": [
         {
-            **{"row": 1, "group": 7, "ticket": 9, "reward": 1.0, "age": 1, "tokens": 2},
+            **{"row": 1, "group": 7, "ticket": 9, "reward": 1.0, "age": 1},
             **{"share": {"recorded": 0.1, "<b>topr</b>": -0.2}, "text": ["6 * 7", " =", " 42", "</script>"]},
             **{"generated": [2, 3], "pull": {"recorded": [0.5, -1.0], "<b>topr</b>": [0.1, 0.0]}},
         }

@@ -45,6 +45,7 @@ EQUAL = [(TEAMS, "critic"), (TEAMS, "turns"), (Sharing(together=2, copies=2), "l
 
 def configured(case: str, sharing: Sharing = Sharing()) -> Config:
     shared = [f"learner.reduce_dtype={sharing.reduce_dtype}", "learner.max_tokens_per_pack=48"]
+    shared += [f"learner.ranks={RANKS}", f"learner.copies={sharing.copies}"]
     return load_config(None, [*SETTINGS, *VARIANTS[case], *shared, f"alarms.exact={EXACT}"])
 
 
@@ -90,14 +91,10 @@ def rank_main(rank: int, folder: str) -> None:
             def note(pack: Pack, *_: object, seen: list[int] = seen) -> None:
                 seen.extend(pack.members)
 
-            trainer = Trainer(
-                configured(case, sharing),
-                Path(folder),
-                last_step=STEPS,
-                mesh=make_mesh("cpu", RANKS, sharing.copies),
-                team=team,
-                observe=note,
-            )
+            config = configured(case, sharing)
+            mesh = make_mesh(config, "cpu", RANKS)
+            trainer = Trainer(config, Path(folder), last_step=STEPS, mesh=mesh, team=team)
+            trainer.observed_by(note)
             whose = rank // sharing.together, RANKS // sharing.together
             first = gradient(trainer, *whose)
             seen.clear()

@@ -96,7 +96,7 @@ def test_the_command_writes_the_page(run_folder: Path, capsys: pytest.CaptureFix
     )
 
     for sample in lab["samples"]:
-        assert len(sample["generated"]) == sample["tokens"] == len(sample["pull"]["topr"])
+        assert len(sample["generated"]) == len(sample["pull"]["topr"])
         assert len(sample["text"]) > max(sample["generated"])
     shares = [max(sample["share"].values()) - min(sample["share"].values()) for sample in lab["samples"]]
     assert shares == sorted(shares, reverse=True) and shares[0] > 0

@@ -24,7 +24,7 @@ from envs.held_out import check_held_out, knows_tasks
 from envs.lengths import check_lengths
 from envs.registry import validate_env, validate_options
 from launch.boards import check_boards
-from launch.launcher import LAUNCHERS
+from launch.launcher import check_launcher
 from launch.launcher.local import Begin, begin_process
 from launch.machine import Machine, this_machine
 from launch.memory import Need, check_context, check_longest, check_memory, estimate, shape_of, shared_with_learner
@@ -35,7 +35,7 @@ from launch.sittings import write_history
 from rl.config.algo import is_endpoint
 from rl.config.hooks import make_hooks
 from rl.config.lora import lora_options
-from rl.config.plugins import load, validated
+from rl.config.plugins import validated
 from rl.config.schema import Config, ConfigError
 from rl.learner.rows import check_journal
 from rl.learner.simulated import OPTIONS as LEARNER_OPTIONS
@@ -258,7 +258,7 @@ def _check_plugins(config: Config) -> None:
 
     _check_kept(core, rules)
     register_configured(config.algo.all_columns)
-    load("launcher", config.launcher, LAUNCHERS)
+    check_launcher(config.launcher)
 
 
 def _check_kept(core: BrokerCore, rules: Rules) -> None:

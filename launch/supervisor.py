@@ -24,6 +24,7 @@ import zmq
 from launch.children import Child, Exits, adopt, end_all, log_tail, most_restarts, spawn, wait_all
 from launch.dashboard import open_dashboard
 from launch.heard import check_said
+from launch.launcher import LAUNCHERS
 from launch.launcher.address_book import AddressBook, Told
 from launch.launcher.local import LocalLauncher
 from launch.launcher.protocol import Found, Launcher
@@ -32,6 +33,7 @@ from launch.plan import ProcessSpec
 from launch.sittings import read_rows
 from launch.summary import Children, Observed, build_summary, reserve_summary, write_summary
 from rl.config.failures import ENDS_RUN
+from rl.config.plugins import told
 from rl.observe.alarms import Clock, RaisedAlarm, keep_alarm, limit, line, read_alarms
 from rl.observe.trace import Trace
 from rl.observe.trace_events import AlarmShown, ProcessDied, ProcessStarted, RunEnded
@@ -166,7 +168,13 @@ class Supervisor:
     # ------------------------------------------------------------ start and watch
 
     def _spawn(self, spec: ProcessSpec, incarnation: int) -> None:
-        child = spawn(spec, self._run, incarnation, self._launcher, self._now())
+        try:
+            child = spawn(spec, self._run, incarnation, self._launcher, self._now())
+        except Exception as error:
+            name = self._config.launcher
+            if name in LAUNCHERS:  # a full disk or a fault of ours, which `execute` tells apart
+                raise
+            raise RunFailed(f"launcher={name!r} could not start {spec.name}: {told(error)}") from error
         self._children[spec.role, spec.index] = child
         self._exits.watch(child.handle)
         self._trace.add(ProcessStarted(spec.role, spec.index, incarnation))

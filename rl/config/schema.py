@@ -351,7 +351,7 @@ class Config(Section):
     eval: EvalConfig = Field(default_factory=EvalConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     launcher: str = "local"
-    """What starts the processes: `local`, on this machine, or `package.module:Name` (docs/architecture.md)."""
+    """What starts the processes: `local`, on this machine, or `package.module:Name` (docs/adding-a-launcher.md)."""
     network: NetworkConfig = Field(default_factory=NetworkConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)

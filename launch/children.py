@@ -66,6 +66,8 @@ class Child:
             return moved, ""
         code = self.handle.poll() or 0
         ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if code == 0 and not (self.registered or self.found):  # one of ours that ends so has registered
+            ended += " before it said anything (is it a wrapper that forks?)"
         return self.why_killed or ended, log_tail(self.log)
 
     @property

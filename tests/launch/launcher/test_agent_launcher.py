@@ -145,3 +145,41 @@ def test_what_a_launcher_does_wrong_is_one_line_that_names_it(
     printed = "".join(capsys.readouterr())
     assert f"launcher='{name}' could not start broker.0: {told}" in printed
     assert "Traceback" not in printed
+
+
+class Forking(Handleless):
+    """As a wrapper that forks and ends: the process goes on without it."""
+
+    def start(self, spec: Spec, node: Node) -> Any:
+        return Ended()
+
+
+class Ended:
+    def poll(self) -> int:
+        return 0
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout_s: float) -> int:
+        return 0
+
+    def fileno(self) -> int:
+        return -1
+
+
+def test_a_wrapper_that_forks_is_told(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(*QUIET, f"launcher={__name__}:Forking")
+    assert Supervisor(run, [FakeSpec("proxy", 0)], make_launcher(run)).execute() == 1
+    told = "proxy.0 ended: exit code 0 before it said anything (is it a wrapper that forks?)"
+    assert told in capsys.readouterr().out
+
+
+def test_a_process_with_another_parent_than_it_was_told_ends_and_says_so() -> None:
+    """As behind a wrapper that forks: nobody would end it with the run."""
+    program = "from rl.wire.process import die_with_parent; die_with_parent(); print('goes on')"
+    environment = os.environ | {"FRESCO_PARENT_PID": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert ended.returncode == 1 and not ended.stdout
+    assert "the parent, process 1, died at once, or a wrapper forked" in ended.stderr

@@ -96,6 +96,11 @@ class LoadProof:
         fix."""
         expected = self._expected[status.version]
         who = f"generator {status.generator}, weights {label(status.version)}"
+        if (status.checksum is None) != (expected.checksum is None):
+            return (
+                f"{who}: receipt of the receiver {_hex(status.checksum)}, of the sender {_hex(expected.checksum)}; "
+                "both ends of weights.transport give a checksum, or neither does"
+            )
         if status.checksum != expected.checksum:
             return (
                 f"{who}: checksum of the bytes received {_hex(status.checksum)}, published {_hex(expected.checksum)}; "

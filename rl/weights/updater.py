@@ -96,6 +96,7 @@ class LoadProof:
         fix."""
         expected = self._expected[status.version]
         who = f"generator {status.generator}, weights {label(status.version)}"
+
         if (status.checksum is None) != (expected.checksum is None):
             return (
                 f"{who}: receipt of the receiver {_hex(status.checksum)}, of the sender {_hex(expected.checksum)}; "
@@ -106,6 +107,7 @@ class LoadProof:
                 f"{who}: checksum of the bytes received {_hex(status.checksum)}, published {_hex(expected.checksum)}; "
                 "the transport damaged them: try the other weights.transport and check the host's memory"
             )
+
         if not self._probe or not expected.probe_logp.size:
             return None
 

@@ -41,8 +41,6 @@ class RolloutConfig(Section):
     """g: extra episodes per group; the first group_size to finish win, the rest are cancelled."""
     hold_patience: float = Field(1, ge=0, allow_inf_nan=True)
     """P: a batch waits for a group that would expire once it has expired P times; .inf: it never waits."""
-    hold_deadline_s: float = Field(120.0, gt=0)
-    """Longest time a batch is held open for such a group."""
     max_attempts: int = Field(3, ge=1)
     """Attempts at one sample before its group is given up; each ends by a lost worker, an error or a deadline."""
     episode_deadline_s: float = Field(600.0, gt=0)

@@ -96,9 +96,7 @@ class GeneratorConfig(Section):
     """KV cache of one engine; null: on GPUs what `options.gpu_memory_utilization` leaves, on CPUs 64 MiB."""
     on_update: Literal["recompute", "keep", "abort", "drain"] = "recompute"
     """What a weight update does to running requests: compute their context again, keep its cache, begin them anew, or
-    wait for their end."""
-    drain_deadline_s: Annotated[float, Where("on_update=drain")] = Field(30.0, gt=0)
-    """Longest wait for running requests before their context is computed again after all."""
+    wait for their end, at most 30 s."""
     max_restarts: Annotated[int, Where("supervisor")] = Field(3, ge=0)
     """Times that a dead generator is started again before the run stops."""
     threads: Annotated[int, Where("vllm on CPUs")] = Field(1, ge=1)

@@ -81,10 +81,8 @@ class AlgoConfig(Section):
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the estimator (discount, lam), checked by its own dataclass."""
     aggregation: Literal["token", "sequence", "constant"] | None = None
-    """From tokens to a minibatch's loss: mean over tokens, over samples' means, or of samples' sums over a constant;
-    null: the loss's own."""
-    aggregation_constant: Annotated[int | None, Where("aggregation=constant")] = Field(None, ge=1)
-    """The constant; null: the most tokens an episode can generate, sampling.max_tokens * env.max_turns."""
+    """From tokens to a minibatch's loss: mean over tokens, over samples' means, or of samples' sums over the most
+    tokens an episode can have; null: the loss's own."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     mask_truncated: bool = False

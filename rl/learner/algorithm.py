@@ -32,7 +32,6 @@ class Algorithm:
     shapings: tuple[Shaping, ...]
     regularisation: Regularisation
     aggregation: Aggregation
-    constant: int  # of the aggregation "constant"
     mask_truncated: bool
     max_tokens: int  # most tokens that an episode can generate
     reward_kl: KLConfig | None  # charged to the rewards
@@ -73,7 +72,6 @@ def make_algorithm(config: Config) -> Algorithm:
         shapings=shapings,
         regularisation=Regularisation(0.0 if charged else kl.coef, kl.estimator, algo.entropy_coef),
         aggregation=algo.aggregation or loss.spec.aggregation,
-        constant=algo.aggregation_constant or max_tokens,
         mask_truncated=algo.mask_truncated,
         max_tokens=max_tokens,
         reward_kl=kl if charged else None,
@@ -116,12 +114,6 @@ def _contradictions(config: Config, algorithm: Algorithm) -> Iterator[tuple[bool
         advantage.needs_group and config.rollout.group_size == 1,
         f"{field} compares members of a group and is 0 for rollout.group_size=1: raise the group size, or use 'batch' "
         "or 'gae'",
-    )
-
-    yield (
-        algo.aggregation_constant is not None and algorithm.aggregation != "constant",
-        f"algo.aggregation_constant={algo.aggregation_constant} has no meaning with "
-        f"algo.aggregation={algorithm.aggregation!r}: remove it, or set algo.aggregation=constant",
     )
 
     for name, path in {"algo.kl.reference": algo.kl.reference, "algo.critic.path": critic.path}.items():

@@ -157,7 +157,7 @@ class Supervisor:
         trained = self._observed.step > self._run.start_step
         if self._save_until is not None or not trained:
             raise KeyboardInterrupt
-        self._save_until = self._now() + self._config.timeouts.save_s
+        self._save_until = self._now() + 2 * self._config.timeouts.hang_s  # for the step, and for its checkpoint
 
     def _now(self) -> float:
         """The time by which children are judged: a supervisor that was stopped has heard of nobody."""

@@ -208,7 +208,7 @@ def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(tmp_path: Path) -> None
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     """The learner is stopped, so the checkpoint that the first one asks for cannot be saved."""
-    process = start(tmp_path, "steps=1000", "timeouts.hang_s=500", "timeouts.save_s=500", "timeouts.stop_s=3")
+    process = start(tmp_path, "steps=1000", "timeouts.hang_s=500", "timeouts.stop_s=3")
     wait_for_step(tmp_path, 3)
     os.kill(pid_of(tmp_path, "rl.learner.simulated"), signal.SIGSTOP)
     process.send_signal(signal.SIGINT)

@@ -309,8 +309,6 @@ class TimeoutsConfig(Section):
     """Period of heartbeats."""
     hang_s: float = Field(60.0, gt=0)
     """A process without heartbeats, or busy without progress, for this long is killed."""
-    save_s: float = Field(120.0, gt=0)
-    """Longest wait after Ctrl-C for the step being trained and its checkpoint; a second Ctrl-C ends at once."""
     stop_s: float = Field(6.0, gt=0)
     """Orderly shutdown before what is left is killed; `hang_s` after the last step of a run."""
 

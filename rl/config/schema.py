@@ -205,8 +205,6 @@ class WeightsConfig(Section):
     """Longest standstill of a load, and longest wait for a slot."""
     probe: bool = True
     """Compare the log-probabilities of a short text of the run in engine and learner after each update."""
-    probe_tolerance: float | None = Field(None, gt=0)
-    """Largest mean difference of these in nats; null: 1e-3 for float32, 0.1 for bfloat16."""
 
 
 class EvalConfig(Section):

@@ -112,8 +112,6 @@ BAD = [
     ("simulated", "learner.betas=[0.9]", "learner.betas"),
     ("simulated", "timeouts.heartbeat_s=100", "timeouts.heartbeat_s=100"),
     ("simulated", "timeouts.heartbeat_s=59", "timeouts.heartbeat_s=59"),
-    ("simulated", "weights.probe_tolerance=-1", "weights.probe_tolerance=-1"),
-    ("simulated", "weights.probe_tolerance=0", "weights.probe_tolerance=0"),
     ("simulated", "rollout.priority=nope", "freshest, oldest"),
     ("simulated", "rollout.priority=os:path", "no method 'issue'"),
     ("simulated", "rollout.priority=tests.launch.test_bad_configuration:Unkept", "the broker's log cannot keep"),

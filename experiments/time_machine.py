@@ -48,7 +48,7 @@ def played(recipe: str, folder: Path, steps: int, kills: int, overrides: list[st
 
 def started(recipe: str, folder: Path, name: str, steps: int, overrides: Sequence[str]) -> subprocess.Popen[bytes]:
     words = [f"runs={folder}", f"name={name}", f"steps={steps}", "tracking.replay=full", "tracking.wandb=disabled"]
-    command = [sys.executable, "-m", "launch.cli", "run", recipe, *words, "tracking.live=false", *overrides]
+    command = [sys.executable, "-m", "launch.cli", "run", recipe, *words, *overrides]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 

@@ -40,7 +40,6 @@ def settings(job: Job) -> list[str]:
         "learner.lr": job.lr,
         "learner.max_tokens_per_pack": 2048,
         "tracking.wandb": "disabled",
-        "tracking.live": "false",
         **_schedule(job),
     }
 

@@ -250,8 +250,6 @@ class TrackingConfig(Section):
     """Share of training groups whose conversations are kept for `fresco show`; those of evaluations all are."""
     trace: Annotated[Literal["off", "steps", "full"], Where("all processes")] = "full"
     """What goes to `<run>/trace`: nothing, the learner's phases and weight loads, or every ticket's life as well."""
-    live: Annotated[bool, Where("terminals")] = True
-    """Show progress as a table that is drawn anew, instead of lines."""
 
 
 class NetworkConfig(Section):

@@ -28,7 +28,7 @@ from tests.launch.hanging_engine import WORKS_S
 
 pytestmark = pytest.mark.slow
 
-QUIET = ("tracking.wandb=disabled", "tracking.live=false", "timeouts.stop_s=2", "timeouts.heartbeat_s=0.05")
+QUIET = ("tracking.wandb=disabled", "timeouts.stop_s=2", "timeouts.heartbeat_s=0.05")
 
 
 @dataclass(frozen=True)

@@ -258,8 +258,6 @@ class NetworkConfig(Section):
     """`ipc`: Unix sockets in the run's folder, one node; `tcp`: also across nodes."""
     host: Annotated[str, Where("transport=tcp")] = "127.0.0.1"
     """Address of this machine, at which its sockets are bound and reached, on free ports."""
-    curve: bool = True
-    """Encrypt and authenticate every socket with a key of the run; without it, whoever reaches one may speak."""
 
 
 class ClusterConfig(Section):

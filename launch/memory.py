@@ -340,7 +340,7 @@ def _learner(config: Config, model: ModelShape) -> dict[str, int]:
 def _moving(config: Config, model: ModelShape) -> tuple[int, int]:
     """Parameters that are trained: of adapters, and of whole models."""
     lora = lora_options(config.model)
-    critic = model.trained * config.algo.critic.enabled
+    critic = model.trained * (config.algo.critic is not None)
     return (model.adapters(lora.rank, lora.named), critic) if lora else (0, model.trained + critic)
 
 

@@ -32,8 +32,6 @@ class KLConfig(Section):
 
 class CriticConfig(Section):
     where = "advantage=gae"
-    enabled: bool = False
-    """Train a value head on a model of its own (PPO)."""
     path: str = "start"
     """`start`: the starting weights, or the folder of another model with the same vocabulary."""
     lr: float = Field(1e-5, gt=0)
@@ -91,7 +89,8 @@ class AlgoConfig(Section):
     """Reward shaping, in this order; `overlong` is DAPO's soft penalty."""
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     kl: KLConfig = Field(default_factory=KLConfig)
-    critic: CriticConfig = Field(default_factory=CriticConfig)
+    critic: CriticConfig | None = None
+    """Train a value head on a model of its own (PPO); `{}`: with the defaults of its section."""
 
     @field_validator("teacher")
     @classmethod

@@ -76,7 +76,7 @@ def make_algorithm(config: Config) -> Algorithm:
         max_tokens=max_tokens,
         reward_kl=kl if charged else None,
         reference=kl.reference if kl.coef else None,
-        critic=algo.critic if algo.critic.enabled else None,
+        critic=algo.critic,
     )
 
     for wrong, message in chain(_contradictions(config, algorithm), _of_teacher(config, loss)):
@@ -95,17 +95,18 @@ def _contradictions(config: Config, algorithm: Algorithm) -> Iterator[tuple[bool
     field = f"algo.advantage={advantage.name!r}"
 
     yield (
-        advantage.needs_values and not critic.enabled,
-        f"{field} needs the values of a critic: set algo.critic.enabled=true",
+        advantage.needs_values and critic is None,
+        f"{field} needs the values of a critic: set algo.critic={{}}, or its options",
     )
-    yield (
-        critic.enabled and not advantage.needs_values,
-        f"algo.critic.enabled=true, but {field} uses no values: set algo.advantage=gae, or switch the critic off",
-    )
-    yield (
-        critic.enabled and critic.pretrain_steps >= config.steps and config.resume is None,
-        f"algo.critic.pretrain_steps={critic.pretrain_steps} leaves none of steps={config.steps} to the policy",
-    )
+    if critic is not None:
+        yield (
+            not advantage.needs_values,
+            f"there is algo.critic, but {field} uses no values: set algo.advantage=gae, or algo.critic=null",
+        )
+        yield (
+            critic.pretrain_steps >= config.steps and config.resume is None,
+            f"algo.critic.pretrain_steps={critic.pretrain_steps} leaves none of steps={config.steps} to the policy",
+        )
 
     low = algo.correction.low
     high = algo.correction.high
@@ -116,7 +117,8 @@ def _contradictions(config: Config, algorithm: Algorithm) -> Iterator[tuple[bool
         "or 'gae'",
     )
 
-    for name, path in {"algo.kl.reference": algo.kl.reference, "algo.critic.path": critic.path}.items():
+    others = {"algo.kl.reference": algo.kl.reference, "algo.critic.path": critic.path if critic else "start"}
+    for name, path in others.items():
         missing = path != "start" and not (Path(path) / "config.json").exists()
         yield missing, f"{name}={path!r}: no config.json in this folder; give a model's folder, or 'start'"
     yield (

@@ -187,7 +187,7 @@ def test_truncated_samples_count_in_their_group_but_not_in_the_loss() -> None:
 
 def test_returns_are_what_values_should_have_been() -> None:
     batch_part = one_batch_part()
-    algo = algorithm("algo.advantage=gae", "algo.critic.enabled=true", "algo.critic.lam=1")
+    algo = algorithm("algo.advantage=gae", "algo.critic.lam=1")
 
     def values(pack: Pack) -> torch.Tensor:
         return torch.where(pack.mask, torch.sin(pack.token_ids.float()), 0)
@@ -203,17 +203,20 @@ def test_returns_are_what_values_should_have_been() -> None:
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["algo.advantage=gae"], "'gae' needs the values of a critic: set algo.critic.enabled=true"),
-        (["algo.critic.enabled=true"], "algo.advantage='group' uses no values: set algo.advantage=gae"),
+        (["algo.advantage=gae"], "'gae' needs the values of a critic: set algo.critic={}"),
+        (["algo.critic={}"], "algo.advantage='group' uses no values: set algo.advantage=gae"),
         (["rollout.group_size=1"], "algo.advantage='group' .* is 0 for rollout.group_size=1"),
         (["algo.kl.reference=/nowhere"], "algo.kl.reference='/nowhere': no config.json in this folder"),
-        (["algo.critic.path=/nowhere"], "algo.critic.path='/nowhere': no config.json in this folder"),
+        (
+            ["algo.advantage=gae", "algo.critic.path=/nowhere"],
+            "algo.critic.path='/nowhere': no config.json in this folder",
+        ),
         (["algo.advantage_options={lam: 1}"], "advantage 'group' has no option 'lam'"),
         (["algo.shaping=[{name: overlong, options: {buffer: 99}}]"], "'overlong' fails .* buffer=99 is more than"),
         (["algo.shaping=[{name: 'tests.rl.learner.test_credit:raising'}]"], "raising' fails on two samples: not today"),
         (["algo.shaping=[{name: 'tests.rl.no:thing'}]"], "cannot be imported"),
         (
-            ["algo.advantage=gae", "algo.critic={enabled: true, pretrain_steps: 100}"],
+            ["algo.advantage=gae", "algo.critic={pretrain_steps: 100}"],
             "algo.critic.pretrain_steps=100 leaves none of steps=100 to the policy",
         ),
     ],

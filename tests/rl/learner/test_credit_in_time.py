@@ -184,7 +184,7 @@ def by_name(played: list[Played], values: torch.Tensor) -> dict[float, float]:
 
 
 def algorithm_of(advantage: str, *overrides: str) -> Algorithm:
-    critic = ["algo.critic.enabled=true"] if get_advantage(advantage).needs_values else []
+    critic = ["algo.critic={}"] if get_advantage(advantage).needs_values else []
     return make_algorithm(load_config(None, [*SETTINGS, f"algo.advantage={advantage}", *critic, *overrides]))
 
 

@@ -145,7 +145,7 @@ def same(plain: Found, other: Found) -> None:
 def test_advantages_and_weights(advantage: str, aggregation: str) -> None:
     overrides = [f"algo.advantage={advantage}", f"algo.aggregation={aggregation}"]
     if get_advantage(advantage).needs_values:
-        overrides.append("algo.critic.enabled=true")
+        overrides.append("algo.critic={}")
     algorithm = make_algorithm(load_config(None, [*SETTINGS, *overrides]))
 
     for seed in range(5):

@@ -35,9 +35,7 @@ class CriticConfig(Section):
     path: str = "start"
     """`start`: the starting weights, or the folder of another model with the same vocabulary."""
     lr: float = Field(1e-5, gt=0)
-    """Peak learning rate; schedule and everything else of AdamW as in `learner`."""
-    warmup_steps: int = Field(0, ge=0)
-    """Steps of linear warm-up."""
+    """Peak learning rate; warm-up, schedule and everything else of AdamW as in `learner`."""
     pretrain_steps: int = Field(0, ge=0)
     """First batches that train the critic only: a policy should not follow values that mean nothing yet."""
     epochs: int = Field(1, ge=1)

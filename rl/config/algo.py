@@ -7,15 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from rl.config.section import Section, Where
-
-
-class ShapingConfig(Section):
-    where = "learner"
-    name: str
-    """A registered reward shaping (`algos/rewards.py`) or an importable `package.module:Name`."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Its options, checked by its own dataclass."""
+from rl.config.section import Named, Section, Where
 
 
 class KLConfig(Section):
@@ -83,8 +75,9 @@ class AlgoConfig(Section):
     """Weight of the entropy bonus."""
     mask_truncated: bool = False
     """Episodes cut by a limit count in their group's statistics, but not in the loss (https://arxiv.org/abs/2503.14476)."""
-    shaping: list[ShapingConfig] = Field(default_factory=list)
-    """Reward shaping, in this order; `overlong` is DAPO's soft penalty."""
+    shaping: list[Named] = Field(default_factory=list)
+    """Reward shapings (`algos/rewards.py`), in this order, each by its name, or with options as
+    `{name: {option: value}}`."""
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     kl: KLConfig = Field(default_factory=KLConfig)
     critic: CriticConfig | None = None

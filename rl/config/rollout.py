@@ -7,22 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rl.config.section import Section, Where
-
-NamedHook = str | dict[str, dict[str, Any]]
-"""`name`, or `{name: {option: value}}`."""
-
-
-def split_hook(named: NamedHook) -> tuple[str, dict[str, Any]]:
-    """The hook's name and its options. Raises ValueError for what is neither form."""
-    if isinstance(named, str):
-        return named, {}
-    if not isinstance(named, dict) or len(named) != 1:
-        raise ValueError(f"{named!r} is neither a name nor {{name: {{option: value}}}}")
-    ((name, options),) = named.items()
-    if not isinstance(name, str) or not isinstance(options, dict):
-        raise ValueError(f"{named!r}: its options are a mapping, {{{name}: {{option: value}}}}")
-    return name, options
+from rl.config.section import Named, Section, Where, split_named
 
 
 class RolloutConfig(Section):
@@ -59,7 +44,7 @@ class RolloutConfig(Section):
     (rollout/broker/tasks.py); its state is saved with checkpoints."""
     curriculum_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the curriculum."""
-    hooks: Annotated[list[NamedHook], Where("broker, proxy, environment servers")] = Field(default_factory=list)
+    hooks: Annotated[list[Named], Where("broker, proxy, environment servers")] = Field(default_factory=list)
     """What is done beside the rules (docs/hooks.md), each by its name, or with options as `{name: {option: value}}`."""
 
     @property
@@ -72,7 +57,7 @@ class RolloutConfig(Section):
     def _hooks_are_names(cls, hooks: Any) -> Any:
         if not isinstance(hooks, list):
             raise ValueError("a list is wanted, such as [batch_barrier]")
-        names = [split_hook(each)[0] for each in hooks]
+        names = [split_named(each)[0] for each in hooks]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"{twice[0]!r} is named twice; name it once")
         return hooks

@@ -473,8 +473,8 @@ def _describe(error: ValidationError, tree: dict[str, Any]) -> str:
     if first["type"] == "extra_forbidden":
         section: Any = Config
         for part in first["loc"][:-1]:
-            section = section if isinstance(part, int) else section.model_fields[str(part)].annotation
-            section = next(iter(get_args(section)), section)  # of a list, or of one that may be null
+            section = section.model_fields[str(part)].annotation
+            section = next(iter(get_args(section)), section)  # of one that may be null
 
         key = str(first["loc"][-1])
         sections = {name: getattr(field.annotation, "model_fields", {}) for name, field in Config.model_fields.items()}

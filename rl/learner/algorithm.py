@@ -17,6 +17,7 @@ from algos.rewards import Shaping, check_shaping, make_shaping
 from rl.config.algo import CriticConfig, KLConfig, is_endpoint
 from rl.config.plugins import load
 from rl.config.schema import Config
+from rl.config.section import split_named
 from rl.wire.columns import BUILT_IN, COLUMNS, Column, register_configured
 
 _LIST = "list the column's declaration under algo.columns (rl/wire/columns.py)"
@@ -59,8 +60,8 @@ def make_algorithm(config: Config) -> Algorithm:
     estimator = make_estimator(advantage, algo.advantage_options)
     max_tokens = config.sampling.max_tokens * config.env.max_turns
     shapings = tuple(
-        make_shaping(load(f"algo.shaping.{index}.name", each.name, registered("shaping")), each.options)
-        for index, each in enumerate(algo.shaping)
+        make_shaping(load(f"algo.shaping.{index}", name, registered("shaping")), options)
+        for index, (name, options) in enumerate(map(split_named, algo.shaping))
     )
 
     charged = bool(kl.coef) and kl.place == "reward"

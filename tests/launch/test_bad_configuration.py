@@ -178,7 +178,7 @@ BAD = [
     ("simulated", "algo.loss=os:path", "is no loss"),
     ("simulated", "algo.loss=grpoo", "algo.loss"),
     ("math_cpu", "algo.advantage=os:path", "is no advantage"),
-    ("math_cpu", 'algo.shaping=[{"name":"os:path"}]', "is no shaping"),
+    ("math_cpu", 'algo.shaping=["os:path"]', "is no shaping"),
     ("math_cpu", "algo.options.clip_high=true", "'clip_high'"),
     ("math_cpu", "algo.options.clip_high=.nan", "'clip_high'"),
     ("math_cpu", "model.tiny.nope=1", "model.tiny.nope=1"),

@@ -89,7 +89,7 @@ def test_rows_without_turn_rewards_are_one_turn() -> None:
 def test_shaping_changes_advantages_turns_and_what_the_loss_sees() -> None:
     batch_part = one_batch_part()
     lengths = torch.tensor([row.loss_tokens for row in batch_part.rows])
-    algo = algorithm("algo.shaping=[{name: overlong, options: {max_tokens: 8, buffer: 4}}]", "algo.advantage=turn")
+    algo = algorithm("algo.shaping=[{overlong: {max_tokens: 8, buffer: 4}}]", "algo.advantage=turn")
     expected = torch.tensor([sum(earned) for earned in TURNS]) - ((lengths - 4) / 4).clamp(0, 1)
     rewards = shaped_rewards(batch_part, algo)
     torch.testing.assert_close(rewards.float(), expected)
@@ -212,9 +212,9 @@ def test_returns_are_what_values_should_have_been() -> None:
             "algo.critic.path='/nowhere': no config.json in this folder",
         ),
         (["algo.advantage_options={lam: 1}"], "advantage 'group' has no option 'lam'"),
-        (["algo.shaping=[{name: overlong, options: {buffer: 99}}]"], "'overlong' fails .* buffer=99 is more than"),
-        (["algo.shaping=[{name: 'tests.rl.learner.test_credit:raising'}]"], "raising' fails on two samples: not today"),
-        (["algo.shaping=[{name: 'tests.rl.no:thing'}]"], "cannot be imported"),
+        (["algo.shaping=[{overlong: {buffer: 99}}]"], "'overlong' fails .* buffer=99 is more than"),
+        (["algo.shaping=['tests.rl.learner.test_credit:raising']"], "raising' fails on two samples: not today"),
+        (["algo.shaping=['tests.rl.no:thing']"], "cannot be imported"),
         (
             ["algo.advantage=gae", "algo.critic={pretrain_steps: 100}"],
             "algo.critic.pretrain_steps=100 leaves none of steps=100 to the policy",

@@ -204,7 +204,7 @@ def test_every_advantage_heeds_time(chat: ChatTokenizer, advantage: str) -> None
 @pytest.mark.parametrize("advantage", ["turn", "batch", "gigpo"])
 def test_what_a_shaping_adds_is_earned_at_the_end_in_time(chat: ChatTokenizer, shaping: str, advantage: str) -> None:
     options = SHAPINGS.get(shaping, "{}")
-    algorithm = algorithm_of(advantage, f"algo.shaping=[{{name: {shaping}, options: {options}}}]")
+    algorithm = algorithm_of(advantage, f"algo.shaping=[{{{shaping}: {options}}}]")
     for seed in range(15):
         played = play(seed, chat)
         inputs = RewardInputs(

@@ -52,7 +52,7 @@ VARIANTS = {
         "algo.entropy_coef=0.01",
         "algo.loss=decoupled_ppo",
         "algo.kl={coef: 0.05, place: loss, estimator: k3}",
-        "algo.shaping=[{name: overlong}]",
+        "algo.shaping=[overlong]",
     ),
     "batch": ("algo.advantage=batch", "algo.kl={coef: 0.1, place: reward, estimator: k3}", "learner.minibatches=2"),
     "leave_one_out": (

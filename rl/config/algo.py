@@ -64,10 +64,9 @@ class AlgoConfig(Section):
     `prompt_logprobs`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the loss (clip ranges, caps), checked by its own dataclass."""
-    advantage: str | None = None
-    """A registered estimator (`algos/advantages.py`) or an importable `package.module:Name`; null: the loss's own."""
-    advantage_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the estimator (discount, lam), checked by its own dataclass."""
+    advantage: Named | None = None
+    """A registered estimator (`algos/advantages.py`) or an importable `package.module:Name`, or with options as
+    `{name: {option: value}}`; null: the loss's own."""
     aggregation: Literal["token", "sequence", "constant"] | None = None
     """From tokens to a minibatch's loss: mean over tokens, over samples' means, or of samples' sums over the most
     tokens an episode can have; null: the loss's own."""

@@ -39,11 +39,9 @@ class RolloutConfig(Section):
     priority: str = "oldest"
     """Order of issue and of consumption: `oldest`, `freshest`, or `package.module:Name`
     (rollout/broker/tasks.py)."""
-    curriculum: str = "shuffled"
+    curriculum: Named = "shuffled"
     """Order of tasks: `shuffled`, `success` (weighted by past success), or `package.module:Name`
-    (rollout/broker/tasks.py); its state is saved with checkpoints."""
-    curriculum_options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the curriculum."""
+    (rollout/broker/tasks.py), or with options as `{name: {option: value}}`; its state is saved with checkpoints."""
     hooks: Annotated[list[Named], Where("broker, proxy, environment servers")] = Field(default_factory=list)
     """What is done beside the rules (docs/hooks.md), each by its name, or with options as `{name: {option: value}}`."""
 

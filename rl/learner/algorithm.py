@@ -56,8 +56,8 @@ def make_algorithm(config: Config) -> Algorithm:
     kl = algo.kl
     register_configured(algo.all_columns)
     loss = make_loss(load("algo.loss", algo.loss, registered("loss")), algo.options)
-    advantage = load("algo.advantage", algo.advantage or loss.spec.advantage, registered("advantage"))
-    estimator = make_estimator(advantage, algo.advantage_options)
+    advantage, chosen = split_named(algo.advantage or loss.spec.advantage)
+    estimator = make_estimator(load("algo.advantage", advantage, registered("advantage")), chosen)
     max_tokens = config.sampling.max_tokens * config.env.max_turns
     shapings = tuple(
         make_shaping(load(f"algo.shaping.{index}", name, registered("shaping")), options)

@@ -142,7 +142,7 @@ BAD = [
     ("agent_tools_cpu", "chat.parser=vllm:+", "no parser is named"),
     ("simulated", "rollout.curriculum=nope", "shuffled, success"),
     ("simulated", "rollout.curriculum=os:path", "no method 'next'"),
-    ("simulated", 'rollout.curriculum_options={"a":1}', "rollout.curriculum='shuffled'"),
+    ("simulated", 'rollout.curriculum={"shuffled":{"a":1}}', "rollout.curriculum='shuffled'"),
     ("simulated", "generator.count=100000", "lower generator.count"),
     ("simulated", "env.servers=100000", "lower env.servers"),
     ("simulated", "learner.ranks=100000", "lower learner.ranks"),

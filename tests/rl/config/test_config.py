@@ -174,6 +174,10 @@ def test_another_plugin_brings_its_own_options(tmp_path: Path) -> None:
     assert load_config(tmp_path / "base.yaml", ["algo.loss=ppo"]).algo.options == {"clip_high": 0.3}
     assert load_config(tmp_path / "base.yaml", ["env.name=synthetic"]).env.options == {}
 
+    (tmp_path / "gae.yaml").write_text("algo: {advantage: {gae: {lam: 0.9}}}\n")
+    (tmp_path / "child.yaml").write_text("base: gae.yaml\nalgo: {advantage: {turn: {}}}\n")
+    assert load_config(tmp_path / "child.yaml").algo.advantage == {"turn": {}}
+
 
 def test_missing_and_malformed_recipes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"does not exist: there is no {tmp_path}/none.yaml; there are none here$"):

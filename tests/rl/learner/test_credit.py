@@ -211,7 +211,7 @@ def test_returns_are_what_values_should_have_been() -> None:
             ["algo.advantage=gae", "algo.critic.path=/nowhere"],
             "algo.critic.path='/nowhere': no config.json in this folder",
         ),
-        (["algo.advantage_options={lam: 1}"], "advantage 'group' has no option 'lam'"),
+        (["algo.advantage={group: {lam: 1}}"], "advantage 'group' has no option 'lam'"),
         (["algo.shaping=[{overlong: {buffer: 99}}]"], "'overlong' fails .* buffer=99 is more than"),
         (["algo.shaping=['tests.rl.learner.test_credit:raising']"], "raising' fails on two samples: not today"),
         (["algo.shaping=['tests.rl.no:thing']"], "cannot be imported"),

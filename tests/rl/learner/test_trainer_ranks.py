@@ -38,8 +38,7 @@ SETTINGS = (
 VARIANTS = {
     "critic": (
         "algo.loss=ppo",
-        "algo.advantage=gae",
-        "algo.advantage_options={lam: 0.9}",
+        "algo.advantage={gae: {lam: 0.9}}",
         "learner.minibatches=2",
         "algo.critic={lr: 1e-2, lam: 0.95, clip: 0.3, epochs: 2}",
         "algo.aggregation=sequence",

@@ -21,7 +21,7 @@ from pkgutil import resolve_name
 
 import zmq
 
-from launch.children import Child, Exits, adopt, end_all, log_tail, most_restarts, spawn, wait_all
+from launch.children import Child, Exits, adopt, end_all, log_tail, spawn, wait_all
 from launch.dashboard import open_dashboard
 from launch.heard import check_said
 from launch.launcher.address_book import AddressBook, Told
@@ -354,7 +354,7 @@ class Supervisor:
 
         unit = self._unit(child)
         used = self._restarts[unit[0].name]
-        allowed = most_restarts(self._config, child.spec.role)
+        allowed = self._config.max_restarts
         if not child.moved:
             if used >= allowed:
                 raise RunFailed(f"{ended}; it was restarted {used} times already", detail)

@@ -168,7 +168,7 @@ def test_a_killed_worker_costs_nothing_but_time(tmp_path: Path, role: str) -> No
 
 
 def test_a_death_that_is_one_too_many_names_the_cause(tmp_path: Path) -> None:
-    process = start(tmp_path, "steps=1000", "learner.max_restarts=0")
+    process = start(tmp_path, "steps=1000", "max_restarts=0")
     wait_for_step(tmp_path, 2)
     os.kill(pid_of(tmp_path, "rl.learner.simulated"), signal.SIGKILL)
     summary = finish(process, tmp_path, code=1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 SIMULATED = (  # what one case needs stands in all of them, or it would tell
     "env.name=experiments.unnamed_tasks:Rows0",
     "env.step_deadline_s=2.5",
-    "generator.max_restarts=1000",
+    "max_restarts=1000",
     "eval.tasks=16",
     "tracking.samples=0.5",
     "learner.options.step_s=0.2",

@@ -97,8 +97,6 @@ class GeneratorConfig(Section):
     on_update: Literal["recompute", "keep", "abort", "drain"] = "recompute"
     """What a weight update does to running requests: compute their context again, keep its cache, begin them anew, or
     wait for their end, at most 30 s."""
-    max_restarts: Annotated[int, Where("supervisor")] = Field(3, ge=0)
-    """Times that a dead generator is started again before the run stops."""
     threads: Annotated[int, Where("vllm on CPUs")] = Field(1, ge=1)
     """CPU threads of one engine."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -117,8 +115,6 @@ class EnvConfig(Section):
     """Turns after which an episode is cut."""
     step_deadline_s: float = Field(30.0, gt=0)
     """Longest time of one reset or step before the ticket fails."""
-    max_restarts: Annotated[int, Where("supervisor")] = Field(3, ge=0)
-    """Times that a dead server, or the process of parsers or of the teacher, is started again before the run stops."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the environment, checked by its own model."""
 
@@ -178,8 +174,6 @@ class LearnerConfig(Section):
     """`background`: training goes on while a checkpoint is written from a copy in the host's memory."""
     keep_checkpoints: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
-    max_restarts: Annotated[int, Where("supervisor")] = Field(3, ge=0)
-    """Times that all ranks are started again after a death; also those of broker and of proxy."""
     batch_deadline_s: float = Field(900.0, gt=0)
     """Longest wait for a batch while no answer and no episode goes on; then the run stops."""
 
@@ -320,6 +314,8 @@ class Config(Section):
     seconds: float | None = Field(None, gt=0)
     """Longest time of training, that before a `resume` included, without the first evaluation: the first batch complete
     after it is the last."""
+    max_restarts: Annotated[int, Where("supervisor")] = Field(3, ge=0)
+    """Times that each process is started again after a death, all ranks together, before the run stops."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines and ranks run; `auto` is cuda where the driver lists a GPU."""
     placement: Annotated[Literal["auto", "apart", "shared"], Where("GPUs")] = "auto"

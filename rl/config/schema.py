@@ -92,8 +92,6 @@ class GeneratorConfig(Section):
     """Longest context (prompt and response), in tokens."""
     max_num_seqs: int = Field(64, ge=1, le=1_000_000)
     """Sequences decoded together by one engine."""
-    kv_cache_bytes: Annotated[int | None, Where("vllm")] = Field(None, ge=1)
-    """KV cache of one engine; null: on GPUs what `options.gpu_memory_utilization` leaves, on CPUs 64 MiB."""
     on_update: Literal["recompute", "keep", "abort", "drain"] = "recompute"
     """What a weight update does to running requests: compute their context again, keep its cache, begin them anew, or
     wait for their end, at most 30 s."""

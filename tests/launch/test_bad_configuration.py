@@ -472,7 +472,7 @@ def test_an_engine_has_no_more_of_its_gpu_than_it_may_take() -> None:
     ("override", "told"),
     [
         ("generator.max_model_len=100000", "reads at most 32768"),
-        ("generator.kv_cache_bytes=1", "generator.kv_cache_bytes=1"),
+        ("generator.options.kv_cache_bytes=1", "generator.options.kv_cache_bytes=1"),
         ("generator.tensor_parallel=3", "generator.tensor_parallel=3"),
         ("generator.options.expert_parallel=true", "a layer's 0 experts"),
     ],

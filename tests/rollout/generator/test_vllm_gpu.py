@@ -108,8 +108,7 @@ def test_no_prefix_of_old_weights_is_found_after_an_update(rig: Rig) -> None:
 
 def test_the_cache_has_the_size_that_was_asked_for(rig: Rig) -> None:
     config = rig.run.config.generator
-    assert config.kv_cache_bytes is not None
-    per_token = config.kv_cache_bytes / rig.info.kv_tokens
+    per_token = config.options["kv_cache_bytes"] / rig.info.kv_tokens
     assert per_token == pytest.approx(2 * 2 * 2 * 32 * 2, rel=0.1)  # keys and values, layers, heads, numbers, bytes
 
 

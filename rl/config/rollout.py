@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -50,11 +50,9 @@ class RolloutConfig(Section):
         """S: ceil(alpha), which admission alone keeps (docs/freshness.md derives it), or what was allowed beyond."""
         return math.ceil(self.alpha) if self.max_staleness is None else self.max_staleness
 
-    @field_validator("hooks", mode="before")
+    @field_validator("hooks")
     @classmethod
-    def _hooks_are_names(cls, hooks: Any) -> Any:
-        if not isinstance(hooks, list):
-            raise ValueError("a list is wanted, such as [batch_barrier]")
+    def _hooks_are_others(cls, hooks: list[Named]) -> list[Named]:
         names = [split_named(each)[0] for each in hooks]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"{twice[0]!r} is named twice; name it once")

@@ -56,12 +56,11 @@ def split_named(named: Any) -> tuple[str, dict[str, Any]]:
     """A plug-in's name and its options. Raises ValueError for what is neither form of `Named`."""
     if isinstance(named, str):
         return named, {}
-    if not isinstance(named, dict) or len(named) != 1:
-        raise ValueError(f"{named!r} is neither a name nor {{name: {{option: value}}}}")
-    ((name, options),) = named.items()
-    if not isinstance(name, str) or not isinstance(options, dict):
-        raise ValueError(f"{named!r}: its options are a mapping, {{{name}: {{option: value}}}}")
-    return name, options
+    if isinstance(named, dict) and len(named) == 1:
+        ((name, options),) = named.items()
+        if isinstance(name, str) and isinstance(options, dict):
+            return name, options
+    raise ValueError("write the plug-in's name, or {name: {option: value}}")
 
 
 Named = Annotated[str | dict[str, dict[str, Any]], BeforeValidator(lambda named: split_named(named) and named)]

@@ -122,9 +122,9 @@ BAD = [
     ("simulated", "rollout.hooks=[hedgin]", "did you mean 'hedging'"),
     ("simulated", "rollout.hooks=[no.such:Hook]", "rollout.hooks='no.such:Hook' cannot be imported"),
     ("simulated", "rollout.hooks=[os:path]", "rollout.hooks='os:path' is no hook"),
-    ("simulated", "rollout.hooks=hedging", "a list is wanted"),
+    ("simulated", "rollout.hooks=hedging", "rollout.hooks='hedging': Input should be a valid list"),
     ("simulated", "rollout.hooks=[hedging,hedging]", "named twice"),
-    ("simulated", 'rollout.hooks=[{"hedging":0.9}]', "its options are a mapping"),
+    ("simulated", 'rollout.hooks=[{"hedging":0.9}]', "write the plug-in's name, or {name: {option: value}}"),
     ("simulated", 'rollout.hooks=[{"hedging":{"quantile":2}}]', "rollout.hooks.hedging.quantile=2"),
     ("simulated", 'rollout.hooks=[{"hedging":{"quantil":0.5}}]', "did you mean 'quantile'"),
     (

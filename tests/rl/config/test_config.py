@@ -262,7 +262,8 @@ def test_every_field_has_help() -> None:
 
 
 def test_what_an_earlier_version_wrote_of_a_shaping_is_told_the_new_form() -> None:
-    with pytest.raises(ConfigError, match=r"^algo\.shaping\.0=.* is neither a name nor \{name: \{option: value\}\}$"):
+    told = r"^algo\.shaping\.0=.*: write the plug-in's name, or \{name: \{option: value\}\}$"
+    with pytest.raises(ConfigError, match=told):
         load_config(None, ["algo.shaping=[{name: overlong, options: {}}]"])
 
 

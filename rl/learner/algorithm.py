@@ -99,6 +99,7 @@ def _contradictions(config: Config, algorithm: Algorithm) -> Iterator[tuple[bool
         advantage.needs_values and critic is None,
         f"{field} needs the values of a critic: set algo.critic={{}}, or its options",
     )
+
     if critic is not None:
         yield (
             not advantage.needs_values,

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl.weights.updater import TOLERANCE, Expected, LoadProof
+from rl.config.schema import load_config
+from rl.weights.updater import Expected, LoadProof, tolerance
 from rl.wire.messages import Fatal, WeightStatus
 from rollout.generator.engines.base import Sampled
 from tests.conftest import MakeRun
@@ -24,7 +25,7 @@ from tests.rollout.generator.test_vllm_process import Experts
 from tests.rollout.generator.vllm_rig import PROBE, Rig, running
 
 DTYPE = "bfloat16"
-NATS = TOLERANCE[DTYPE]
+NATS = tolerance(load_config(None, [f"generator.dtype={DTYPE}"]))
 LONG = [1 + (3 * i) % 250 for i in range(440)]
 
 pytestmark = [

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from launch.launcher.protocol import Found, Handle, Launcher, Node
 from launch.plan import ProcessSpec
-from rl.config.schema import Config
 from rl.wire.messages import Fatal, Heartbeat
 from rl.wire.run import RunFile
 
@@ -107,13 +106,6 @@ class Exits:
         """Stop watching, once all that are watched have ended."""
         self.clear()
         self._epoll.close()
-
-
-def most_restarts(config: Config, role: str) -> int:
-    """How often each process of this role may be started again."""
-    if role == "generator":
-        return config.generator.max_restarts
-    return (config.env if role in ("env_server", "parsers", "teacher") else config.learner).max_restarts
 
 
 def spawn(spec: ProcessSpec, run: RunFile, incarnation: int, launcher: Launcher, now: float) -> Child:

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import resource
 import socket
-import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -121,8 +120,6 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process, target: Ma
     if family is not None and prepared.folder is not None:
         check_lengths(config, family, prepared.folder)
 
-    if not config.network.curve:
-        print("! network.curve=false: any process that reaches a socket of this run can speak in it", file=sys.stderr)
     if machine.name == "this machine":
         make_room(config, 0 if config.supervised else prepared.weight_bytes)
     plan = make_plan(config, device, machine.gpus, machine.nodes)

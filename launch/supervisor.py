@@ -21,7 +21,7 @@ from pkgutil import resolve_name
 
 import zmq
 
-from launch.children import Child, Exits, adopt, end_all, log_tail, most_restarts, spawn, wait_all
+from launch.children import Child, Exits, adopt, end_all, log_tail, spawn, wait_all
 from launch.dashboard import open_dashboard
 from launch.heard import check_said
 from launch.launcher import LAUNCHERS
@@ -159,7 +159,7 @@ class Supervisor:
         trained = self._observed.step > self._run.start_step
         if self._save_until is not None or not trained:
             raise KeyboardInterrupt
-        self._save_until = self._now() + self._config.timeouts.save_s
+        self._save_until = self._now() + 2 * self._config.timeouts.hang_s  # for the step, and for its checkpoint
 
     def _now(self) -> float:
         """The time by which children are judged: a supervisor that was stopped has heard of nobody."""
@@ -362,7 +362,7 @@ class Supervisor:
 
         unit = self._unit(child)
         used = self._restarts[unit[0].name]
-        allowed = most_restarts(self._config, child.spec.role)
+        allowed = self._config.max_restarts
         if not child.moved:
             if used >= allowed:
                 raise RunFailed(f"{ended}; it was restarted {used} times already", detail)

@@ -11,5 +11,5 @@ ruff format --check .
 mypy
 python -m pytest "$@"
 if [ $# -eq 0 ]; then
-    python -m pytest -m "families or docs" # what a plain pytest leaves out
+    python -m pytest -n 3 -m "families or docs" # what a plain pytest leaves out: whole runs
 fi

@@ -136,7 +136,7 @@ def attack(run: RunFile, *, keyed: bool) -> None:
     context.destroy(linger=1000)
 
 
-@pytest.mark.parametrize("keyed", [True, False])
+@pytest.mark.parametrize("keyed", [True, pytest.param(False, marks=pytest.mark.docs)])
 def test_no_frame_ends_a_run(tmp_path: Path, keyed: bool) -> None:
     process = start(tmp_path, "steps=60", "weights.transport=zmq", "learner.options.step_s=0.15")
     wait_for_step(tmp_path, 2)

@@ -67,7 +67,7 @@ def check_rows(tmp_path: Path) -> None:
         pytest.param(GLOO, id="nccl", marks=pytest.mark.docs),
     ],
 )
-@pytest.mark.parametrize(("rank", "at"), [(0, 3), (1, 13)])
+@pytest.mark.parametrize(("rank", "at"), [pytest.param(0, 3, marks=pytest.mark.docs), (1, 13)])
 def test_a_killed_rank_costs_nothing_but_time(tmp_path: Path, transport: str, rank: int, at: int) -> None:
     """Before the first checkpoint, and after one; versions come out as before, so the timeline stays."""
     process = start(tmp_path, *SETTINGS, *f"weights.transport={transport}".split())
@@ -85,6 +85,7 @@ def test_a_killed_rank_costs_nothing_but_time(tmp_path: Path, transport: str, ra
     assert [(line["timeline"], line["n"]) for line in versions(tmp_path)] == [(0, n) for n in range(STEPS + 1)]
 
 
+@pytest.mark.docs
 def test_two_deaths_within_one_checkpoint_interval(tmp_path: Path) -> None:
     process = start(tmp_path, *SETTINGS)
     wait_for_version(process, tmp_path, 11)

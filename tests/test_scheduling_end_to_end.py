@@ -11,6 +11,8 @@ import pytest
 from tests.envs.lockstep import steps_out_of_turn
 from tests.test_end_to_end_simulated import check_books, finish, start
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {
     "baselines": ("rollout.hooks=[batch_barrier, pin_prompts]", "rollout.alpha=0"),
     "filtering": (
@@ -101,7 +103,7 @@ def test_slow_episodes_are_hedged_on_the_other_server(tmp_path: Path) -> None:
     assert broker["hedged"] > 0 and broker["hedges_won"] <= broker["hedged"]
 
 
-@pytest.mark.parametrize("barrier", [True, False])
+@pytest.mark.parametrize("barrier", [True, pytest.param(False, marks=pytest.mark.docs)])
 def test_the_per_turn_barrier_gives_lock_step_turns(barrier: bool, tmp_path: Path) -> None:
     """On each server all environments begin their step together; without the setting they do not."""
     options = (

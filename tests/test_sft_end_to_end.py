@@ -144,7 +144,7 @@ def distance(folder: Path, trained: Plain) -> float:
     return max(float((tensor - theirs[name]).abs().max()) for name, tensor in trained.model.state_dict().items())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.docs), 2])
 def test_losses_and_weights_equal_the_plain_loop(ranks: int, model: Path, rows: Path, tmp_path: Path) -> None:
     output = finish(start(rows, model, tmp_path, f"learner.ranks={ranks}", "--epochs", "2"))
     steps = 2 * ROWS // BATCH

@@ -24,6 +24,8 @@ RESULTS = Path(__file__).parent
 ROOT = RESULTS.parents[1]
 PAGE = ROOT / "docs" / "results.md"
 README = ROOT / "README.md"
+_USUAL = re.compile(r"\b2(-core | cores, )")
+"""What the page says of all machines but one."""
 BEGIN, END = "<!-- measured: python -m experiments.results -->\n", "<!-- /measured -->"
 
 
@@ -152,15 +154,17 @@ def page(measured: Measured) -> str:
     parts = ["# What was measured", "Written by `python -m experiments.results`; do not edit.", measured.about.strip()]
     for section in measured.sections:
         numbers: dict[tuple[str, str], int] = {}  # by the command, and by the machine and date
-        lines = ["| what | measured | how |", "|---|---|---|"]
+        rows: list[tuple[str, int, str]] = []
         for row in section.rows:
             figure, when = told(row)
-            told_once = (row.command, f": {when}" if row.file else "")
-            number = str(numbers.setdefault(told_once, len(numbers) + 1))
-            how = f"[{number}](../experiments/results/{_shown(row.file)})" if row.file else number
-            lines.append(f"| {row.what} | {figure} | {how} |")
+            told_once = (row.command, f" {_USUAL.sub('', when)}" if row.file else "")
+            number = numbers.setdefault(told_once, len(numbers) + 1)
+            linked = f"[{figure}](../experiments/results/{_shown(row.file)})" if row.file else figure
+            rows.append((row.what, number, linked))
 
-        ran = [f"{command}  # {n}{when}" for (command, when), n in numbers.items()]
+        lines = ["| what | measured |", "|---|---|"]
+        lines += [f"| {what}{f' ({n})' if len(numbers) > 1 else ''} | {linked} |" for what, n, linked in rows]
+        ran = [f"{command}  #{n}{when}" for (command, when), n in numbers.items()]
         block = "\n".join(["<!-- needs: hours -->", "```bash", *ran, "```"])
         parts += [f"## {section.title}", *([section.about.strip()] if section.about else []), "\n".join(lines), block]
     return "\n\n".join(parts) + "\n"

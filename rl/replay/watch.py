@@ -21,6 +21,9 @@ TRAIL = ("advantages", "weights", "log-probabilities", "entropy", "loss")
 class Watch:
     """The observer of one rank's trainer. `tokens`: by row of the batch a table (values, L loss tokens), in float64."""
 
+    tokens: dict[int, dict[str, Tensor]]
+    gradient: list[tuple[str, Tensor]]
+
     def __init__(self, trainer: Trainer) -> None:
         self._algorithm = trainer.algorithm
         self.begin(deep=False)
@@ -36,8 +39,8 @@ class Watch:
     def begin(self, *, deep: bool) -> None:
         """A step. deep: whether gradient, pulls and what leads to the trail are looked at as well."""
         self._deep = deep
-        self.tokens: dict[int, dict[str, Tensor]] = {}
-        self.gradient: list[tuple[str, Tensor]] = []
+        self.tokens = {}
+        self.gradient = []
 
     def __call__(self, pack: Pack, inputs: LossInputs, result: LossResult) -> None:
         assert pack.layout is not None

@@ -25,6 +25,8 @@ from envs.swe.tasks import file_diff, parse_task
 from tests.envs.agents import agents_work
 from tests.envs.repositories import write_files
 
+pytestmark = pytest.mark.slow
+
 LIMITS = Limits(timeout_s=120, output_bytes=4 << 20)
 CHECKS = "checks/core_checks.py"
 VAULT = """def half(numbers):

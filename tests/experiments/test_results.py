@@ -100,11 +100,14 @@ def test_a_study_says_what_each_arm_has_gained_and_how_much_sooner_it_was() -> N
 
 
 def test_the_page_has_a_cell_for_each_thing_and_one_link(folder: Path) -> None:
-    made = page(Measured("About.", [Section("Learning", [row(figure="{seconds[0]}")], about="More.")]))
+    rows = [row(figure="{seconds[0]}"), row(command="d")]
+    assert "| w | [1.26](" in page(Measured("", [Section("s", rows[:1])])), "of one command no number is needed"
+    made = page(Measured("About.", [Section("Learning", rows, about="More.")]))
     assert made.endswith(
-        "## Learning\n\nMore.\n\n| what | measured | how |\n|---|---|---|\n"
-        "| w | 1.26 | [1](../experiments/results/a.json) |\n"
-        "\n<!-- needs: hours -->\n```bash\nc  # 1: 2-core EPYC, 2026-11-26\n```\n"
+        "## Learning\n\nMore.\n\n| what | measured |\n|---|---|\n"
+        "| w (1) | [1.26](../experiments/results/a.json) |\n"
+        "| w (2) | [f](../experiments/results/a.json) |\n"
+        "\n<!-- needs: hours -->\n```bash\nc  #1 EPYC, 2026-11-26\nd  #2 EPYC, 2026-11-26\n```\n"
     )
 
 

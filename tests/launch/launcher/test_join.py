@@ -24,6 +24,8 @@ from rl.wire.run import RunFile
 from tests.conftest import MakeRun
 from tests.launch.test_supervisor import QUIET, FakeSpec
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 60.0
 CLUSTER = ("cluster.engine=ssh", "cluster.nodes=[one,two]", "cluster.lease_s=4", "network.transport=tcp")

@@ -22,7 +22,7 @@ from tests.rl.learner.ranks import process_group
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
-@pytest.mark.parametrize("how", ["blocking", "background"])
+@pytest.mark.parametrize("how", [pytest.param("blocking", marks=pytest.mark.docs), "background"])
 def test_a_death_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path: Path, how: str) -> None:
     command = [sys.executable, "-m", "tests.rl.learner.test_checkpoint_killed", str(tmp_path), how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

@@ -119,7 +119,7 @@ def rank_main(rank: int, folder: str) -> None:
     found = {}
     with process_group(folder, rank, RANKS) as mesh:
         for variant, place in itertools.product(SEVERAL, PLACES):
-            placed = make_mesh(load_config(None, SEVERAL[variant]), "cpu", RANKS) if variant == "copies" else mesh
+            placed = make_mesh(load_config(None, [*SEVERAL[variant]]), "cpu", RANKS) if variant == "copies" else mesh
             trainer = make_trainer(folder, SEVERAL[variant], place, placed)
             metrics: list[dict[str, float]] = []
             gradients = first_gradients(trainer)

@@ -51,7 +51,7 @@ def test_order_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({_digest(each) for each in (tensor, *others)}) == 5
 
     whole = _digest(tensor)
-    monkeypatch.setitem(tensor_digests_module._CHUNK, "cpu", 5)
+    monkeypatch.setattr(tensor_digests_module, "_CHUNK", (5, 5))
     assert _digest(tensor) == whole
 
 

@@ -21,6 +21,8 @@ from tests.rl.learner.learner_harness import Harness
 from tests.rl.replay import recording
 from tests.rl.replay.recording import STEPS, batch, restart, train, without_sockets
 
+pytestmark = pytest.mark.slow
+
 
 def rows_of(folder: Path, first: int = 0, last: int = STEPS, *overrides: str, **options: object) -> list[Row]:
     recorded = Recorded(folder)

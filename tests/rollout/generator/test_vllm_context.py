@@ -82,6 +82,7 @@ class Generators:
         return sampled
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("dies", [False, True], ids=["aborted", "killed"])
 def test_every_token_of_every_turn_has_its_entry(rig: Rig, dies: bool) -> None:
     generators = Generators(rig, dies)

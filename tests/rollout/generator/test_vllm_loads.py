@@ -18,6 +18,8 @@ from rollout.generator.engines.cpu.unpacked import are_weights_as_loaded
 from rollout.generator.engines.environment import engine_environment
 from tests.rollout.generator.vllm_rig import PROBE, TOLERANCE, Rig
 
+pytestmark = pytest.mark.slow
+
 
 def test_layers_that_pack_their_weights_pack_those_of_each_load() -> None:
     rig = Rig(tied=False, own_process=False)

@@ -14,8 +14,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from tests.rollout.generator.vllm_rig import MAX_NUM_SEQS, PROBE, TOLERANCE, Rig
+
+pytestmark = pytest.mark.slow
 
 LONG = [1 + (3 * i) % 250 for i in range(440)]
 

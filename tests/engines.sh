@@ -11,7 +11,7 @@ if [ "$(id -u)" = 0 ]; then
                 && apt-get update -qq \
                 && apt-get install -y -qq --download-only --no-install-recommends -o Dir::Cache::archives="$_debs" \
                     slurmctld slurmd slurm-client munge \
-                && for _deb in "$_debs"/*.deb; do dpkg-deb -x "$_deb" "$_slurm.part" || break; done \
+                && ls "$_debs"/*.deb | xargs -I{} dpkg-deb -x {} "$_slurm.part" \
                 && mv "$_slurm.part" "$_slurm"
         } >/dev/null 2>&1 || echo "fresco: apt-get has no SLURM: cluster.engine=slurm is tested without one" >&2
         rm -rf "$_debs"

@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import psutil
+
+from experiments.bench._processes import Watched, watched
 
 LOSSES = "topr,cispo,gspo,reinforce"  # beside the recorded one
 UNDO_AT = 9
@@ -30,58 +32,58 @@ UNDO_TO = 5
 UNDO_STEPS = 12
 
 
-def played(recipe: str, folder: Path, steps: int, kills: int, overrides: list[str]) -> None:
-    """One run, whose learner dies `kills` times, evenly spread."""
+def played(recipe: str, folder: Path, steps: int, kills: int, overrides: list[str]) -> float:
+    """One run, whose learner dies `kills` times, evenly spread. Its CPU seconds."""
     name = f"{recipe}_{kills}" if kills else recipe
     words = ["learner.checkpoint_every=10", "learner.keep_checkpoints=100", *overrides]
-    process = started(recipe, folder, name, steps, words)
-    for place in range(kills):
-        wait_for(process, folder / name, steps * (place + 1) // (kills + 1))
+    with started(recipe, folder, name, steps, words) as watch:
+        for place in range(kills):
+            watch.until(partial(has_version, folder / name, steps * (place + 1) // (kills + 1)))
 
-        for each in psutil.Process(process.pid).children(recursive=True):
-            if "rl.learner.process" in each.cmdline() and str(place) == each.cmdline()[-1]:
-                each.kill()
-                break
-    if process.wait():
-        raise SystemExit(f"{recipe} failed: {folder / name / 'summary.json'}")
+            for each in psutil.Process(watch.process.pid).children(recursive=True):
+                if "rl.learner.process" in each.cmdline() and str(place) == each.cmdline()[-1]:
+                    each.kill()
+                    break
+        watch.finish()
+        return watch.cpu_s
 
 
-def started(recipe: str, folder: Path, name: str, steps: int, overrides: Sequence[str]) -> subprocess.Popen[bytes]:
+def started(
+    recipe: str, folder: Path, name: str, steps: int, overrides: Sequence[str]
+) -> AbstractContextManager[Watched]:
     words = [f"runs={folder}", f"name={name}", f"steps={steps}", "tracking.replay=full", "tracking.wandb=disabled"]
-    command = [sys.executable, "-m", "launch.cli", "run", recipe, *words, "tracking.live=false", *overrides]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    return command("run", recipe, *words, "tracking.live=false", *overrides, output=folder / f"{name}.log")
 
 
-def wait_for(process: subprocess.Popen[bytes], folder: Path, version: int) -> None:
-    """Until the run has published this version, or has ended."""
+def command(*words: str, output: Path) -> AbstractContextManager[Watched]:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return watched([sys.executable, "-m", "launch.cli", *words], output)
+
+
+def has_version(folder: Path, version: int) -> bool:
     versions = folder / "versions.jsonl"
-    while process.poll() is None and not (versions.exists() and f'"n":{version},' in versions.read_text()):
-        time.sleep(0.05)
+    return versions.exists() and f'"n":{version},' in versions.read_text()
 
 
 def taken_back(recipe: str, folder: Path, overrides: list[str]) -> str:
     """A row of the table: the undo's own words, and those of a replay that begins with that step's checkpoint."""
     name = f"{recipe}_undone"
-    process = started(recipe, folder, name, UNDO_STEPS, ["learner.checkpoint_every=5", *overrides])
-    wait_for(process, folder / name, UNDO_AT)
-    _, undone = cpu_s("undo", str(folder / name), "--to", str(UNDO_TO))
-    if process.wait():
-        raise SystemExit(f"{recipe} failed: {folder / name / 'summary.json'}")
+    with started(recipe, folder, name, UNDO_STEPS, ["learner.checkpoint_every=5", *overrides]) as watch:
+        watch.until(partial(has_version, folder / name, UNDO_AT), every_s=0.05)
+        _, undone = done("undo", folder / name, "--to", str(UNDO_TO))
+        watch.finish()
 
-    _, replayed = cpu_s("replay", str(folder / name), "--from", str(UNDO_TO))
-    return f"| {recipe} | {undone[-1]} | {replayed[-1]} |"
-
-
-def cpu_s(*command: str) -> tuple[float, list[str]]:
-    """CPU seconds of a command and of its children, and what it says."""
-    before = _children_s()
-    said = subprocess.run([sys.executable, "-m", "launch.cli", *command], capture_output=True, text=True)
-    return _children_s() - before, (said.stdout + said.stderr).strip().splitlines()
+    _, replayed = done("replay", folder / name, "--from", str(UNDO_TO))
+    return f"| {recipe} | {undone} | {replayed} |"
 
 
-def _children_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def done(name: str, run: Path, *words: str) -> tuple[float, str]:
+    """CPU seconds of a command and of all below it, and its last line."""
+    output = run.with_suffix(f".{name}.log")
+    with command(name, str(run), *words, output=output) as watch:
+        while watch.running:
+            time.sleep(0.05)
+        return watch.cpu_s, output.read_text().strip().splitlines()[-1]
 
 
 def main() -> None:
@@ -103,18 +105,16 @@ def main() -> None:
     print("| run | CPU s of the run | of the replay | of five losses | bytes a token | what the replay says |")
     print("|---|---|---|---|---|---|")
     for recipe in recipes:
-        begin = _children_s()
-        played(recipe, arguments.runs, arguments.steps, arguments.kills, overrides)
-        run_s = _children_s() - begin
+        run_s = played(recipe, arguments.runs, arguments.steps, arguments.kills, overrides)
         folder = arguments.runs / (f"{recipe}_{arguments.kills}" if arguments.kills else recipe)
 
-        replay_s, said = cpu_s("replay", str(folder))
-        lab_s, _ = cpu_s("lab", str(folder), "--losses", LOSSES)
+        replay_s, said = done("replay", folder)
+        lab_s, _ = done("lab", folder, "--losses", LOSSES)
         size = sum(path.stat().st_size for path in (folder / "batches").iterdir())
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         tokens = sum({row["step"]: row["tokens/trained"] for row in rows if "tokens/trained" in row}.values())
         print(
-            f"| {folder.name} | {run_s:.0f} | {replay_s:.0f} | {lab_s:.0f} | {size / tokens:.1f} | {said[-1]} |",
+            f"| {folder.name} | {run_s:.0f} | {replay_s:.0f} | {lab_s:.0f} | {size / tokens:.1f} | {said} |",
             flush=True,
         )
 

@@ -42,7 +42,7 @@ class Run:
         self.machines = machines
         self.folder = runs / recipe
         self.recipe = recipe
-        self.environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | (environment or {})
+        self.environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | dict(environment or {})
 
         network = ("network.transport=tcp", f"network.host={machines.address(1)}")
         cluster = (f"cluster.engine={engine}", "cluster.nodes=4", f"cluster.lease_s={LEASE_S:g}", PLACE)

@@ -99,6 +99,7 @@ class Machines:
                 continue
             (own / folder.relative_to("/tmp")).mkdir(parents=True)
             mounts.append(f"mount --bind {folder} {own / folder.relative_to('/tmp')}")
+
         hidden = [f"mount -t tmpfs hidden {folder}" for folder in self._hidden.get(number, ())]
         boot = _BOOT.format(host=f"node{number}", shared="\n".join(mounts), tmp=own, hidden="\n".join(hidden))
         spaces = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]

@@ -94,7 +94,7 @@ class Estimator:
 
 
 def make_estimator(estimator: str | AdvantageSpec | Callable[..., Tensor], options: Mapping[str, Any]) -> Estimator:
-    """An estimator and the section `algo.advantage_options` as one callable. Raises ValueError."""
+    """An estimator and the options that stand with it in `algo.advantage` as one callable. Raises ValueError."""
     spec = get_advantage(estimator)
     return Estimator(spec, parse_options(spec, options))
 

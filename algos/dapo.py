@@ -15,5 +15,5 @@ class DAPOOptions(PPOOptions):
 
 
 # Yu et al. 2025, eq. 8 (https://arxiv.org/abs/2503.14476): PPO with these bounds. Dynamic sampling is
-# `rollout.filter_constant_groups`, the over-long penalty `algo.shaping: [{name: overlong}]`.
+# `rollout.filter_constant_groups`, the over-long penalty `algo.shaping: [overlong]`.
 register_loss("dapo", DAPOOptions)(ppo)

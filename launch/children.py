@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch.launcher.protocol import Found, Handle, Launcher
+from launch.launcher.protocol import Found, Handle, Launcher, Node
 from launch.plan import ProcessSpec
-from rl.config.schema import Config
 from rl.wire.messages import Fatal, Heartbeat
 from rl.wire.run import RunFile
 
 _LAST_WORDS_S = 5.0  # the exception of a process that has ended arrives this long after its end, at most
 _KILLED_S = 5.0  # for the kernel to end a killed process
+_HANDLE = ("poll", "kill", "wait", "fileno")
 
 
 @dataclass
@@ -65,6 +65,8 @@ class Child:
             return moved, ""
         code = self.handle.poll() or 0
         ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if code == 0 and not (self.registered or self.found):  # one of ours that ends so has registered
+            ended += " before it said anything (is it a wrapper that forks?)"
         return self.why_killed or ended, log_tail(self.log)
 
     @property
@@ -106,20 +108,22 @@ class Exits:
         self._epoll.close()
 
 
-def most_restarts(config: Config, role: str) -> int:
-    """How often each process of this role may be started again."""
-    if role == "generator":
-        return config.generator.max_restarts
-    return (config.env if role in ("env_server", "parsers", "teacher") else config.learner).max_restarts
-
-
 def spawn(spec: ProcessSpec, run: RunFile, incarnation: int, launcher: Launcher, now: float) -> Child:
-    """Start one process of the plan, by the supervisor's clock. Its log stands in the run's folder."""
+    """Start one process of the plan, by the supervisor's clock. Its log stands in the run's folder.
+
+    Raises TypeError for a launcher that returns something else than it should, and whatever the launcher raises.
+    """
     logs = run.folder / "logs"
     logs.mkdir(exist_ok=True)
     node = launcher.place(spec.role, spec.index)
+    if not isinstance(node, Node):
+        raise TypeError(f"place returned {node!r}, which is no Node")
+
     complete = spec.complete(run, incarnation, node)
     handle = launcher.start(complete, node)
+    if missing := [name for name in _HANDLE if not callable(getattr(handle, name, None))]:
+        raise TypeError(f"start returned {handle!r}, a handle without {', '.join(missing)}")
+
     silent = Heartbeat(spec.role, spec.index, incarnation, progress=-1, busy=False)
     name = run.names.of(spec.role, spec.index, incarnation)
     return Child(spec, incarnation, handle, complete.log, now, silent, name)

@@ -42,7 +42,7 @@ class Display:
         self._children: Children = {}
 
         self._live: Live | None = None
-        if run.config.tracking.live and sys.stdout.isatty():
+        if sys.stdout.isatty():
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
 

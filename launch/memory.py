@@ -174,11 +174,12 @@ def check_context(config: Config, device: str, model: ModelShape) -> None:
         )
 
     longest = config.generator.max_model_len
-    cache = kv_cache_bytes(config.generator, device)
+    cache = kv_cache_bytes(config.generator, device) if config.generator.engine == "vllm" else None
     context = longest * model.kv_bytes(_bytes(config.generator.dtype))
-    if config.generator.engine == "vllm" and cache is not None and cache < context:
+    if cache is not None and cache < context:
         raise ConfigError(
-            f"generator.kv_cache_bytes={cache}: one context of generator.max_model_len={longest} tokens takes {context}"
+            f"generator.options.kv_cache_bytes={cache}: one context of generator.max_model_len={longest} tokens takes "
+            f"{context}"
         )
 
 
@@ -231,7 +232,7 @@ def _engine_gpu(config: Config, model: ModelShape) -> Need:
         "CUDA": _CONTEXT,
     }
     # vLLM sizes its cache by this share, unless it is told the bytes.
-    share = 1.0 if generator.kv_cache_bytes else options.gpu_memory_utilization
+    share = 1.0 if options.kv_cache_bytes else options.gpu_memory_utilization
     devices = generator.count * generator.tensor_parallel
     return Need("engine's GPU", "gpu", devices, parts, "generator.tensor_parallel", share)
 
@@ -271,8 +272,8 @@ def _with_cache(config: Config, model: ModelShape, need: Need, gpu: int | None) 
     # A device has keys and values of its own heads, and of at least one.
     token = model.kv_bytes(_bytes(generator.dtype)) // min(generator.tensor_parallel, model.kv_heads)
     least = generator.max_model_len * token
-    if generator.kv_cache_bytes is not None:
-        cache = generator.kv_cache_bytes // generator.tensor_parallel
+    if (given := kv_cache_bytes(generator, "cuda")) is not None:
+        cache = given // generator.tensor_parallel
     elif gpu is not None:
         cache = max(least, int(need.share * gpu) - need.each)
     else:
@@ -340,7 +341,7 @@ def _learner(config: Config, model: ModelShape) -> dict[str, int]:
 def _moving(config: Config, model: ModelShape) -> tuple[int, int]:
     """Parameters that are trained: of adapters, and of whole models."""
     lora = lora_options(config.model)
-    critic = model.trained * config.algo.critic.enabled
+    critic = model.trained * (config.algo.critic is not None)
     return (model.adapters(lora.rank, lora.named), critic) if lora else (0, model.trained + critic)
 
 

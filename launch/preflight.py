@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import resource
 import socket
-import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +23,7 @@ from envs.held_out import check_held_out, knows_tasks
 from envs.lengths import check_lengths
 from envs.registry import validate_env, validate_options
 from launch.boards import check_boards
-from launch.launcher import LAUNCHERS
+from launch.launcher import check_launcher
 from launch.launcher.local import Begin, begin_process
 from launch.machine import Machine, this_machine
 from launch.memory import Need, check_context, check_longest, check_memory, estimate, shape_of, shared_with_learner
@@ -35,7 +34,7 @@ from launch.sittings import write_history
 from rl.config.algo import is_endpoint
 from rl.config.hooks import make_hooks
 from rl.config.lora import lora_options
-from rl.config.plugins import load, validated
+from rl.config.plugins import validated
 from rl.config.schema import Config, ConfigError
 from rl.learner.rows import check_journal
 from rl.learner.simulated import OPTIONS as LEARNER_OPTIONS
@@ -121,8 +120,6 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process, target: Ma
     if family is not None and prepared.folder is not None:
         check_lengths(config, family, prepared.folder)
 
-    if not config.network.curve:
-        print("! network.curve=false: any process that reaches a socket of this run can speak in it", file=sys.stderr)
     if machine.name == "this machine":
         make_room(config, 0 if config.supervised else prepared.weight_bytes)
     plan = make_plan(config, device, machine.gpus, machine.nodes)
@@ -258,7 +255,7 @@ def _check_plugins(config: Config) -> None:
 
     _check_kept(core, rules)
     register_configured(config.algo.all_columns)
-    load("launcher", config.launcher, LAUNCHERS)
+    check_launcher(config.launcher)
 
 
 def _check_kept(core: BrokerCore, rules: Rules) -> None:

@@ -286,7 +286,7 @@ def _check_other_models(config: Config) -> None:
     algo = config.algo
     used = {
         "algo.kl.reference": algo.kl.reference if algo.kl.coef else "start",
-        "algo.critic.path": algo.critic.path if algo.critic.enabled else "start",
+        "algo.critic.path": algo.critic.path if algo.critic else "start",
     }
     for field, path in used.items():
         if path != "start" and config.learner.kind != "simulated":

@@ -2,6 +2,9 @@
 # FRESCO_REQUIREMENTS names another pin list (requirements/gpu.txt on GPU machines).
 # A dry run needs neither engine nor torch: before they are installed it has a small environment of its own.
 set -euo pipefail
+# A shell in which one types would end at the first command that fails.
+_leave() { case $- in *i*) set +eu +o pipefail ;; esac; }
+_refuse() { echo "fresco: $1" >&2; _leave; }
 FRESCO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$FRESCO_ROOT"
 _pins="${FRESCO_REQUIREMENTS:-requirements/cpu.txt}"
@@ -19,13 +22,13 @@ if [[ ! -e "$_stamp" && " $* " == *" --dry-run "* ]]; then
 fi
 if [ ! -e "$_stamp" ]; then
     _python="${FRESCO_PYTHON:-$(command -v python3.11 || command -v python3 || true)}"
-    [ -n "$_python" ] || { echo "fresco: no python3.11 found; install it (apt-get install python3.11-venv)" >&2; exit 1; }
+    [ -n "$_python" ] || { _refuse "no python3.11 found; install it (apt-get install python3.11-venv)"; return 1; }
     "$_python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
-        || { echo "fresco: $_python is $("$_python" -V); the pinned packages need Python 3.11 (set FRESCO_PYTHON)" >&2; exit 1; }
+        || { _refuse "$_python is $("$_python" -V); the pinned packages need Python 3.11 (set FRESCO_PYTHON)"; return 1; }
     echo "fresco: installing pinned packages into $_venv (once; $_size) ..." >&2
     if [ ! -x "$_venv/bin/python" ]; then
         "$_python" -m venv "$_venv" \
-            || { rm -rf "$_venv"; echo "fresco: cannot make $_venv; apt-get install python3.11-venv" >&2; exit 1; }
+            || { rm -rf "$_venv"; _refuse "cannot make $_venv; apt-get install python3.11-venv"; return 1; }
     fi
     # The CPU list is complete; vLLM's own dependencies would bring packages that break transformers.
     case "$_pins" in *cpu.txt) _deps=--no-deps ;; *) _deps= ;; esac
@@ -38,10 +41,11 @@ if [ ! -e "$_stamp" ]; then
                     Installing) printf '\r\033[Kfresco: unpacking %d packages ...\n' "$_seen" >&2 ;;
                 esac
             done; } \
-        || { echo "fresco: installing $_pins failed; the CPU build of torch needs PyTorch's CPU wheel index in PIP_EXTRA_INDEX_URL" >&2; exit 1; }
+        || { _refuse "installing $_pins failed; the CPU build of torch needs PyTorch's CPU wheel index in PIP_EXTRA_INDEX_URL"; return 1; }
     "$_venv/bin/python" -m pip install -qqq --no-deps --no-build-isolation -e . \
-        || { echo "fresco: installing the fresco command into $_venv failed (pip install --no-deps -e .)" >&2; exit 1; }
+        || { _refuse "installing the fresco command into $_venv failed (pip install --no-deps -e .)"; return 1; }
     rm -f "$_venv"/.installed-*
     touch "$_stamp"
 fi
 export PATH="$FRESCO_ROOT/$_venv/bin:$PATH" PYTHONPATH="$FRESCO_ROOT${PYTHONPATH:+:$PYTHONPATH}"
+_leave

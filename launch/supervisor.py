@@ -21,9 +21,10 @@ from pkgutil import resolve_name
 
 import zmq
 
-from launch.children import Child, Exits, adopt, end_all, log_tail, most_restarts, spawn, wait_all
+from launch.children import Child, Exits, adopt, end_all, log_tail, spawn, wait_all
 from launch.dashboard import open_dashboard
 from launch.heard import check_said
+from launch.launcher import LAUNCHERS
 from launch.launcher.address_book import AddressBook, Told
 from launch.launcher.local import LocalLauncher
 from launch.launcher.protocol import Found, Launcher
@@ -32,6 +33,7 @@ from launch.plan import ProcessSpec
 from launch.sittings import read_rows
 from launch.summary import Children, Observed, build_summary, reserve_summary, write_summary
 from rl.config.failures import ENDS_RUN
+from rl.config.plugins import told
 from rl.observe.alarms import Clock, RaisedAlarm, keep_alarm, limit, line, read_alarms
 from rl.observe.trace import Trace
 from rl.observe.trace_events import AlarmShown, ProcessDied, ProcessStarted, RunEnded
@@ -157,7 +159,7 @@ class Supervisor:
         trained = self._observed.step > self._run.start_step
         if self._save_until is not None or not trained:
             raise KeyboardInterrupt
-        self._save_until = self._now() + self._config.timeouts.save_s
+        self._save_until = self._now() + 2 * self._config.timeouts.hang_s  # for the step, and for its checkpoint
 
     def _now(self) -> float:
         """The time by which children are judged: a supervisor that was stopped has heard of nobody."""
@@ -166,7 +168,13 @@ class Supervisor:
     # ------------------------------------------------------------ start and watch
 
     def _spawn(self, spec: ProcessSpec, incarnation: int) -> None:
-        child = spawn(spec, self._run, incarnation, self._launcher, self._now())
+        try:
+            child = spawn(spec, self._run, incarnation, self._launcher, self._now())
+        except Exception as error:
+            name = self._config.launcher
+            if name in LAUNCHERS:  # a full disk or a fault of ours, which `execute` tells apart
+                raise
+            raise RunFailed(f"launcher={name!r} could not start {spec.name}: {told(error)}") from error
         self._children[spec.role, spec.index] = child
         self._exits.watch(child.handle)
         self._trace.add(ProcessStarted(spec.role, spec.index, incarnation))
@@ -354,7 +362,7 @@ class Supervisor:
 
         unit = self._unit(child)
         used = self._restarts[unit[0].name]
-        allowed = most_restarts(self._config, child.spec.role)
+        allowed = self._config.max_restarts
         if not child.moved:
             if used >= allowed:
                 raise RunFailed(f"{ended}; it was restarted {used} times already", detail)

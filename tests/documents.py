@@ -16,7 +16,7 @@ NEEDS = ("gpu", "hub", "endpoint", "network", "hours", "other tools", "a run")
 `a run`: one of as many steps as the block names, or one that goes on."""
 PART = "part"
 """In its place: a part of a program, which does nothing by itself."""
-_FENCE = re.compile(r"^(?:<!-- ([^\n]+) -->\n)?```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^( *)(?:<!-- ([^\n]+) -->\n\1)?```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"# (?P<name>[\w./-]+\.(?:py|yaml|jsonl|sh))(?: .*)?\n")
 
 
@@ -57,7 +57,8 @@ def blocks(page: Path) -> Iterator[Block]:
     text = page.read_text()
     for found in _FENCE.finditer(text):
         line = text.count("\n", 0, found.start()) + 1
-        mark, language, told = found[1] or "", found[2], found[3]
+        indent, mark, language = found[1], found[2] or "", found[3]
+        told = re.sub(f"^{indent}", "", found[4], flags=re.MULTILINE)
         needs = mark.removeprefix("needs: ") if mark.startswith("needs: ") else ""
         assert not mark or mark in (PART, "/measured") or needs in NEEDS, f"{page.name}:{line}: {mark!r}"
         yield Block(line, language, told, needs, mark == PART)

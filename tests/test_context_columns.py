@@ -297,7 +297,7 @@ def test_generators_and_the_proxy_die_and_every_entry_is_right(tmp_path: Path, o
         "generator.options.length_mean=700",
         "env.max_turns=3",
         "env.options.turns=3",
-        "learner.max_restarts=9",
+        "max_restarts=9",
     )
     try:
         wait_for_step(tmp_path, 3)

@@ -64,7 +64,7 @@ def test_a_teacher_that_dies_or_hangs_is_replaced_and_nothing_is_lost(tmp_path: 
 
 @pytest.mark.docs
 def test_a_teacher_that_dies_once_too_often_ends_the_run_by_name(tmp_path: Path) -> None:
-    process = start(tmp_path, *TAUGHT, "steps=1000", "env.max_restarts=0")
+    process = start(tmp_path, *TAUGHT, "steps=1000", "max_restarts=0")
     wait_for_step(tmp_path, 3)
     os.kill(pid_of(tmp_path, TEACHER), signal.SIGKILL)
     summary = finish(process, tmp_path, code=1)

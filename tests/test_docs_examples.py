@@ -84,6 +84,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_table: None) -> Pa
     return tmp_path
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_no_block_is_overlooked(page: Path) -> None:
+    fences = re.findall(r"^ *```(\w+)$", page.read_text(), re.MULTILINE)
+    assert [block.language for block in blocks(page)] == fences
+
+
 @pytest.mark.parametrize("page", pages_with("python", "yaml"), ids=name)
 def test_what_is_to_be_written_can_be_read(page: Path, here: Path) -> None:
     written(page, here)

@@ -38,7 +38,7 @@ steps: {STEPS}
 model: {{path: tiny, dtype: float32, tiny: {{hidden_size: 32, layers: 2, ffn_size: 64, sft_steps: 0}}}}
 sampling: {{max_tokens: 384, temperature: {TEMPERATURE}}}
 rollout: {{groups_per_batch: 2, group_size: 3, alpha: 1}}
-generator: {{dtype: float32, max_model_len: 512, max_num_seqs: 2, kv_cache_bytes: 16777216, on_update: recompute}}
+generator: {{dtype: float32, max_model_len: 512, max_num_seqs: 2, options: {{kv_cache_bytes: 16777216}}}}
 env: {{name: math, options: {{source: arithmetic}}}}
 algo: {{loss: grpo}}
 learner: {{ranks: 2, lr: 3.0e-3, checkpoint_every: 1, keep_checkpoints: 100}}

@@ -168,7 +168,7 @@ def test_a_killed_worker_costs_nothing_but_time(tmp_path: Path, role: str) -> No
 
 
 def test_a_death_that_is_one_too_many_names_the_cause(tmp_path: Path) -> None:
-    process = start(tmp_path, "steps=1000", "learner.max_restarts=0")
+    process = start(tmp_path, "steps=1000", "max_restarts=0")
     wait_for_step(tmp_path, 2)
     os.kill(pid_of(tmp_path, "rl.learner.simulated"), signal.SIGKILL)
     summary = finish(process, tmp_path, code=1)
@@ -208,7 +208,7 @@ def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(tmp_path: Path) -> None
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     """The learner is stopped, so the checkpoint that the first one asks for cannot be saved."""
-    process = start(tmp_path, "steps=1000", "timeouts.hang_s=500", "timeouts.save_s=500", "timeouts.stop_s=3")
+    process = start(tmp_path, "steps=1000", "timeouts.hang_s=500", "timeouts.stop_s=3")
     wait_for_step(tmp_path, 3)
     os.kill(pid_of(tmp_path, "rl.learner.simulated"), signal.SIGSTOP)
     process.send_signal(signal.SIGINT)

@@ -67,7 +67,7 @@ def proxy(generators: int) -> Callable[[int], object]:
 
 
 def supervisor(generators: int, make_run: MakeRun) -> Callable[[int], object]:
-    run = make_run("tracking.wandb=disabled", "tracking.live=false", f"generator.count={generators}")
+    run = make_run("tracking.wandb=disabled", f"generator.count={generators}")
     made = Supervisor(run, [])
     beats = [Heartbeat("generator", index, 0, 1, True, longest=Wait(1.0, "proxy")) for index in range(generators)]
     for index, beat in enumerate(beats):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rl.config.hooks import make_hooks
-from rl.config.rollout import NamedHook
 from rl.config.schema import ConfigError, load_config
+from rl.config.section import Named
 from rl.observe.trace import read_trace
 from rl.observe.trace_events import Answered, Requested, SamplingBegan
 from rollout.episodes.hooks import GENERATE, STEP, Call, EpisodeHook, EpisodeHooks
@@ -87,7 +87,7 @@ def test_without_a_name_nothing_is_loaded() -> None:
 
 
 def test_a_role_makes_its_own_alone_and_refuses_what_is_wrong_with_another() -> None:
-    named: list[NamedHook] = ["pin_prompts", {f"{MODULE}:Away": {"server": -1}}]
+    named: list[Named] = ["pin_prompts", {f"{MODULE}:Away": {"server": -1}}]
     with pytest.raises(ConfigError, match=rf"rollout\.hooks\.{MODULE}:Away\.server=-1: .*greater than or equal to 0"):
         make_hooks("proxy", named, {}, None)
     assert [type(hook).__name__ for hook in make_hooks("proxy", named[:1], {}, None)] == ["PinPrompts"]

@@ -62,7 +62,7 @@ def check(summary: dict[str, Any], tmp_path: Path, steps: int, restarts: dict[st
 )
 def test_broker_and_proxy_are_replaced_while_the_others_go_on(tmp_path: Path, transport: tuple[str, ...]) -> None:
     """Over tcp each successor listens at another port."""
-    process = start(tmp_path, "steps=60", "learner.max_restarts=9", *SLOW, *transport)
+    process = start(tmp_path, "steps=60", "max_restarts=9", *SLOW, *transport)
     wait_for_step(tmp_path, 5)
     kill(tmp_path, "broker")
     wait_for_step(tmp_path, 15)

@@ -48,7 +48,7 @@ def test_a_run_over_sockets_needs_no_shared_memory(tmp_path: Path) -> None:
 
 def test_a_disk_that_fills_up_ends_the_run_in_one_line_with_its_summary(tmp_path: Path) -> None:
     fresco = [sys.executable, "-m", "launch.cli", "run", "experiments/simulated.yaml", f"runs={tmp_path}"]
-    changes = ["steps=100000", "tracking.trace=full", "weights.transport=zmq", "tracking.live=false"]
+    changes = ["steps=100000", "tracking.trace=full", "weights.transport=zmq"]
     command = ["unshare", "--mount", "sh", "-c", FULL, str(tmp_path), *fresco, *changes]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 1 and "Traceback" not in ended.stdout + ended.stderr

@@ -57,7 +57,6 @@ _OVERRIDES = (
     "eval.tasks=8",
     "tracking.replay=full",
     "tracking.wandb=disabled",
-    "tracking.live=false",
 )
 
 

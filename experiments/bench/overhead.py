@@ -81,7 +81,6 @@ def _command(options: argparse.Namespace, folder: Path) -> list[str]:
         "runs": folder,
         "name": "overhead",
         "steps": 1_000_000,
-        "tracking.live": "false",
         "sampling.max_tokens": options.tokens,
         "rollout.groups_per_batch": _PER_STEP // 8,
         "rollout.group_size": 8,

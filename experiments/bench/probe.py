@@ -5,7 +5,7 @@
 The engine is real vLLM; the learner is sharded over one rank, as in a run, with float32 masters. The model is that of
 `math_cpu`, and a probe is as long as one of a run. It is text of the run (prompts, and answers that the model has
 sampled), or ids spread over the vocabulary. Nats: |difference| of single tokens, and its mean over a probe, which
-`weights.probe_tolerance` limits. Beside them: the least of ten probes where one matrix is that of before the warm
+`alarms.limits.weights-differ` limits. Beside them: the least of ten probes where one matrix is that of before the warm
 start, on one of the two sides.
 """
 
@@ -30,7 +30,7 @@ from rl.learner.publish import probe_logp
 from rl.models.policy import Policy
 from rl.models.protocol import ModelOptions
 from rl.models.stock import load_stock
-from rl.weights.updater import EXACT_PROBE_TOKENS, PROBE_TOKENS, TOLERANCE
+from rl.weights.updater import EXACT_PROBE_TOKENS, PROBE_TOKENS, tolerance
 from rollout.episodes.tokenizer import ChatTokenizer
 from rollout.generator.engines.environment import engine_environment
 
@@ -150,7 +150,7 @@ def main(argv: list[str]) -> None:
         "dtype": options.dtype,
         "probes": options.probes,
         "ids": length,
-        "tolerance": TOLERANCE[options.dtype],
+        "tolerance": tolerance(load_config(None, [f"generator.dtype={options.dtype}"])),
     }
     result["equal weights"] = {
         kind: apart(engine[kind], learner_logp(policy, probes)) for kind, probes in kinds.items()

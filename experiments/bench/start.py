@@ -87,7 +87,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
 
 def one_start(options: argparse.Namespace, folder: Path) -> Start:
     """One start; everything that it began has ended when this returns."""
-    settings = ["steps=1", f"runs={folder}", "name=start", "tracking.live=false", *options.overrides]
+    settings = ["steps=1", f"runs={folder}", "name=start", *options.overrides]
     run = folder / "start"
     if run.exists():
         run.rename(folder / f"before-{time.monotonic_ns()}")

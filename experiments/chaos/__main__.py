@@ -26,8 +26,6 @@ from experiments.chaos.schedule import KINDS, Kind, make_schedule, roles_of
 from rl.config.recipes import find_recipe
 from rl.config.schema import load_config
 
-UNLIMITED = [f"{section}.max_restarts=100000" for section in ("generator", "env", "learner")]
-
 
 def _kinds(text: str) -> list[Kind]:
     kinds = [kind for kind in get_args(Kind) if kind in text.split(",")]
@@ -52,7 +50,7 @@ def main() -> int:
 
     arguments = parser.parse_intermixed_args()
 
-    overrides = [f"seed={arguments.seed}", *UNLIMITED, *arguments.overrides]
+    overrides = [f"seed={arguments.seed}", "max_restarts=100000", *arguments.overrides]
     config = load_config(arguments.recipe, overrides)
     schedule = make_schedule(arguments.seed, arguments.faults, config.steps, arguments.kinds, roles_of(config))
 

@@ -35,12 +35,11 @@ def settings(job: Job) -> list[str]:
         "rollout.group_size": job.group_size,
         "generator.count": 1,
         "generator.max_model_len": job.max_tokens + 32,
-        "generator.kv_cache_bytes": 1 << 28,
+        "generator.options.kv_cache_bytes": 1 << 28,
         "learner.ranks": 1,
         "learner.lr": job.lr,
         "learner.max_tokens_per_pack": 2048,
         "tracking.wandb": "disabled",
-        "tracking.live": "false",
         **_schedule(job),
     }
 

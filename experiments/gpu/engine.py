@@ -91,7 +91,7 @@ def _settings(device: str, sequences: int) -> list[str]:
         f"model.dtype={dtype}",
         "generator.max_model_len=2048",
         f"generator.max_num_seqs={sequences}",
-        f"generator.kv_cache_bytes={cache}",
+        f"generator.options.kv_cache_bytes={cache}",
         "generator.options.gpu_memory_utilization=0.4",
         "weights.deadline_s=120",
     ]

@@ -75,7 +75,7 @@ def start(result: Result, device: str) -> None:
 def _run(result: Result, words: list[str]) -> None:
     """`fresco run` to its end, and what its metrics say of it."""
     with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
-        settings = [f"runs={folder}", "name=run", "tracking.wandb=disabled", "tracking.live=false"]
+        settings = [f"runs={folder}", "name=run", "tracking.wandb=disabled"]
         command = [sys.executable, "-m", "launch.cli", "run", *words, *settings]
         result.note("run", " ".join(["fresco", "run", *words]))
         code = subprocess.run(command, cwd=_ROOT).returncode

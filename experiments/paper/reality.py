@@ -39,7 +39,6 @@ COMMON = (
     f"steps={STEPS}",
     "sampling.seeded=true",
     "eval.tasks=0",
-    "tracking.live=false",
     "sampling.max_tokens=400",
     "generator.options.decode_base_s=0.01",
     "generator.options.decode_per_seq_s=0.0005",

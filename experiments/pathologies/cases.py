@@ -7,10 +7,9 @@ from dataclasses import dataclass
 SIMULATED = (  # what one case needs stands in all of them, or it would tell
     "env.name=experiments.unnamed_tasks:Rows0",
     "env.step_deadline_s=2.5",
-    "generator.max_restarts=1000",
+    "max_restarts=1000",
     "eval.tasks=16",
     "tracking.samples=0.5",
-    "tracking.live=false",
     "learner.options.step_s=0.2",
     "env.servers=3",
     "env.options.mean_s=0.05",
@@ -25,7 +24,6 @@ LEARNING = (
     "learner.ranks=1",
     "tracking.samples=0.5",
     "tracking.wandb=disabled",
-    "tracking.live=false",
 )
 
 

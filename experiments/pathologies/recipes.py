@@ -14,7 +14,6 @@ from experiments.pathologies.cases import Case
 from rl.config.schema import Config
 from rl.observe.alarms import limit
 
-_QUIET = ("tracking.live=false",)
 _FEW_GAMES = (  # a model that is made in minutes, not in a quarter of an hour; it wins less
     "env.options.games.train=400",
     "env.options.games.valid_seen=0",
@@ -26,7 +25,7 @@ _SHORT_WARM_START = ("model.warm_start.demonstrations=2000", "model.warm_start.s
 
 
 def _recipe(name: str, recipe: str, *overrides: str) -> Case:
-    return Case(name, "nothing", recipe, (*_QUIET, *overrides), ())
+    return Case(name, "nothing", recipe, overrides, ())
 
 
 RECIPES = (

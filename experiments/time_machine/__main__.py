@@ -52,7 +52,7 @@ def started(
     recipe: str, folder: Path, name: str, steps: int, overrides: Sequence[str]
 ) -> AbstractContextManager[Watched]:
     words = [f"runs={folder}", f"name={name}", f"steps={steps}", "tracking.replay=full", "tracking.wandb=disabled"]
-    return command("run", recipe, *words, "tracking.live=false", *overrides, output=folder / f"{name}.log")
+    return command("run", recipe, *words, *overrides, output=folder / f"{name}.log")
 
 
 def command(*words: str, output: Path) -> AbstractContextManager[Watched]:

@@ -40,7 +40,7 @@ sampling:
   max_tokens: 256
 generator:
   max_model_len: 1024
-  kv_cache_bytes: 1073741824
+  options: {{kv_cache_bytes: 1073741824}}
 learner:
   lr: 1.0e-6
   max_tokens_per_pack: 8192"""

@@ -5,11 +5,16 @@ from __future__ import annotations
 from launch.launcher.cluster import ClusterLauncher
 from launch.launcher.local import Begin, LocalLauncher, begin_process
 from launch.launcher.protocol import Launcher
-from rl.config.plugins import make
+from rl.config.plugins import load_class, make
 from rl.wire.run import RunFile
 
 LAUNCHERS = {"local": LocalLauncher}
 _NEEDS = ("place", "start", "close")
+
+
+def check_launcher(name: str) -> None:
+    """Raises ConfigError where `launcher` names no class that has what a launcher needs."""
+    load_class("launcher", name, LAUNCHERS, _NEEDS)
 
 
 def make_launcher(run: RunFile, begin: Begin = begin_process) -> Launcher:

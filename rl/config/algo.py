@@ -7,15 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from rl.config.section import Section, Where
-
-
-class ShapingConfig(Section):
-    where = "learner"
-    name: str
-    """A registered reward shaping (`algos/rewards.py`) or an importable `package.module:Name`."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Its options, checked by its own dataclass."""
+from rl.config.section import Named, Section, Where
 
 
 class KLConfig(Section):
@@ -32,14 +24,10 @@ class KLConfig(Section):
 
 class CriticConfig(Section):
     where = "advantage=gae"
-    enabled: bool = False
-    """Train a value head on a model of its own (PPO)."""
     path: str = "start"
     """`start`: the starting weights, or the folder of another model with the same vocabulary."""
     lr: float = Field(1e-5, gt=0)
-    """Peak learning rate; schedule and everything else of AdamW as in `learner`."""
-    warmup_steps: int = Field(0, ge=0)
-    """Steps of linear warm-up."""
+    """Peak learning rate; warm-up, schedule and everything else of AdamW as in `learner`."""
     pretrain_steps: int = Field(0, ge=0)
     """First batches that train the critic only: a policy should not follow values that mean nothing yet."""
     epochs: int = Field(1, ge=1)
@@ -76,24 +64,23 @@ class AlgoConfig(Section):
     `prompt_logprobs`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the loss (clip ranges, caps), checked by its own dataclass."""
-    advantage: str | None = None
-    """A registered estimator (`algos/advantages.py`) or an importable `package.module:Name`; null: the loss's own."""
-    advantage_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the estimator (discount, lam), checked by its own dataclass."""
+    advantage: Named | None = None
+    """A registered estimator (`algos/advantages.py`) or an importable `package.module:Name`, or with options as
+    `{name: {option: value}}`; null: the loss's own."""
     aggregation: Literal["token", "sequence", "constant"] | None = None
-    """From tokens to a minibatch's loss: mean over tokens, over samples' means, or of samples' sums over a constant;
-    null: the loss's own."""
-    aggregation_constant: Annotated[int | None, Where("aggregation=constant")] = Field(None, ge=1)
-    """The constant; null: the most tokens an episode can generate, sampling.max_tokens * env.max_turns."""
+    """From tokens to a minibatch's loss: mean over tokens, over samples' means, or of samples' sums over the most
+    tokens an episode can have; null: the loss's own."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     mask_truncated: bool = False
     """Episodes cut by a limit count in their group's statistics, but not in the loss (https://arxiv.org/abs/2503.14476)."""
-    shaping: list[ShapingConfig] = Field(default_factory=list)
-    """Reward shaping, in this order; `overlong` is DAPO's soft penalty."""
+    shaping: list[Named] = Field(default_factory=list)
+    """Reward shapings (`algos/rewards.py`), in this order, each by its name, or with options as
+    `{name: {option: value}}`."""
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     kl: KLConfig = Field(default_factory=KLConfig)
-    critic: CriticConfig = Field(default_factory=CriticConfig)
+    critic: CriticConfig | None = None
+    """Train a value head on a model of its own (PPO); `{}`: with the defaults of its section."""
 
     @field_validator("teacher")
     @classmethod

@@ -49,7 +49,7 @@ def sections(section: type[Section], title: str = "") -> Iterator[tuple[str, typ
 
 
 def inner_sections(field: FieldInfo) -> list[type[Section]]:
-    """The section that a field is, or a list of which it is."""
+    """The section that a field is, where it is one."""
     kinds = (field.annotation, *get_args(field.annotation))
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
 

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic import BaseModel
 
 from rl.config.plugins import check_call, load, validated
-from rl.config.rollout import NamedHook, split_hook
 from rl.config.schema import ConfigError
+from rl.config.section import Named, split_named
 from rl.config.section import NoOptions as NoOptions
 
 Role = Literal["broker", "proxy", "env_server"]
@@ -36,7 +36,7 @@ class Hook:
     Options: ClassVar[type[BaseModel]] = NoOptions
 
 
-def make_hooks(role: Role, named: Sequence[NamedHook], *parts: Any) -> list[Any]:
+def make_hooks(role: Role, named: Sequence[Named], *parts: Any) -> list[Any]:
     """The hooks of this role, in the order of their names. Raises ConfigError, also for a fault of another role's."""
     made = []
     for name, kind, options in list(_chosen(named)):
@@ -48,9 +48,9 @@ def make_hooks(role: Role, named: Sequence[NamedHook], *parts: Any) -> list[Any]
     return made
 
 
-def _chosen(named: Sequence[NamedHook]) -> Iterator[tuple[str, Any, BaseModel]]:
+def _chosen(named: Sequence[Named]) -> Iterator[tuple[str, Any, BaseModel]]:
     """Name, class and options of each."""
-    for name, options in map(split_hook, named):
+    for name, options in map(split_named, named):
         kind = load("rollout.hooks", name, BUILT_IN)
         is_hook = isinstance(kind, type) and issubclass(kind, Hook)
         if not is_hook or getattr(kind, "role", None) not in get_args(Role):

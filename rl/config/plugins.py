@@ -135,14 +135,20 @@ def _loaded_from(path: Path) -> ModuleType | None:
     return None
 
 
+def load_class(field: str, name: str, known: Mapping[str, Any], needs: Sequence[str]) -> Any:
+    """The class that `field` names, which has the methods that it `needs`. Raises ConfigError."""
+    kind = load(field, name, known)
+    if missing := [method for method in needs if not callable(getattr(kind, method, None))]:
+        raise ConfigError(f"{field}={name!r} is no class for this: it has no method {missing[0]!r}")
+    return kind
+
+
 def make(field: str, name: str, known: Mapping[str, Any], needs: Sequence[str] = (), **arguments: Any) -> Any:
     """An instance of the class that `field` names, which has the methods that it `needs`.
 
     Raises ConfigError, also when the class refuses its arguments.
     """
-    kind = load(field, name, known)
-    if missing := [method for method in needs if not callable(getattr(kind, method, None))]:
-        raise ConfigError(f"{field}={name!r} is no class for this: it has no method {missing[0]!r}")
+    kind = load_class(field, name, known, needs)
     try:
         return kind(**arguments)
     except (TypeError, ValueError) as error:

@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rl.config.section import Section, Where
-
-NamedHook = str | dict[str, dict[str, Any]]
-"""`name`, or `{name: {option: value}}`."""
-
-
-def split_hook(named: NamedHook) -> tuple[str, dict[str, Any]]:
-    """The hook's name and its options. Raises ValueError for what is neither form."""
-    if isinstance(named, str):
-        return named, {}
-    if not isinstance(named, dict) or len(named) != 1:
-        raise ValueError(f"{named!r} is neither a name nor {{name: {{option: value}}}}")
-    ((name, options),) = named.items()
-    if not isinstance(name, str) or not isinstance(options, dict):
-        raise ValueError(f"{named!r}: its options are a mapping, {{{name}: {{option: value}}}}")
-    return name, options
+from rl.config.section import Named, Section, Where, split_named
 
 
 class RolloutConfig(Section):
@@ -41,8 +26,6 @@ class RolloutConfig(Section):
     """g: extra episodes per group; the first group_size to finish win, the rest are cancelled."""
     hold_patience: float = Field(1, ge=0, allow_inf_nan=True)
     """P: a batch waits for a group that would expire once it has expired P times; .inf: it never waits."""
-    hold_deadline_s: float = Field(120.0, gt=0)
-    """Longest time a batch is held open for such a group."""
     max_attempts: int = Field(3, ge=1)
     """Attempts at one sample before its group is given up; each ends by a lost worker, an error or a deadline."""
     episode_deadline_s: float = Field(600.0, gt=0)
@@ -56,12 +39,10 @@ class RolloutConfig(Section):
     priority: str = "oldest"
     """Order of issue and of consumption: `oldest`, `freshest`, or `package.module:Name`
     (rollout/broker/tasks.py)."""
-    curriculum: str = "shuffled"
+    curriculum: Named = "shuffled"
     """Order of tasks: `shuffled`, `success` (weighted by past success), or `package.module:Name`
-    (rollout/broker/tasks.py); its state is saved with checkpoints."""
-    curriculum_options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the curriculum."""
-    hooks: Annotated[list[NamedHook], Where("broker, proxy, environment servers")] = Field(default_factory=list)
+    (rollout/broker/tasks.py), or with options as `{name: {option: value}}`; its state is saved with checkpoints."""
+    hooks: Annotated[list[Named], Where("broker, proxy, environment servers")] = Field(default_factory=list)
     """What is done beside the rules (docs/hooks.md), each by its name, or with options as `{name: {option: value}}`."""
 
     @property
@@ -69,12 +50,10 @@ class RolloutConfig(Section):
         """S: ceil(alpha), which admission alone keeps (docs/freshness.md derives it), or what was allowed beyond."""
         return math.ceil(self.alpha) if self.max_staleness is None else self.max_staleness
 
-    @field_validator("hooks", mode="before")
+    @field_validator("hooks")
     @classmethod
-    def _hooks_are_names(cls, hooks: Any) -> Any:
-        if not isinstance(hooks, list):
-            raise ValueError("a list is wanted, such as [batch_barrier]")
-        names = [split_hook(each)[0] for each in hooks]
+    def _hooks_are_others(cls, hooks: list[Named]) -> list[Named]:
+        names = [split_named(each)[0] for each in hooks]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"{twice[0]!r} is named twice; name it once")
         return hooks

@@ -92,15 +92,9 @@ class GeneratorConfig(Section):
     """Longest context (prompt and response), in tokens."""
     max_num_seqs: int = Field(64, ge=1, le=1_000_000)
     """Sequences decoded together by one engine."""
-    kv_cache_bytes: Annotated[int | None, Where("vllm")] = Field(None, ge=1)
-    """KV cache of one engine; null: on GPUs what `options.gpu_memory_utilization` leaves, on CPUs 64 MiB."""
     on_update: Literal["recompute", "keep", "abort", "drain"] = "recompute"
     """What a weight update does to running requests: compute their context again, keep its cache, begin them anew, or
-    wait for their end."""
-    drain_deadline_s: Annotated[float, Where("on_update=drain")] = Field(30.0, gt=0)
-    """Longest wait for running requests before their context is computed again after all."""
-    max_restarts: Annotated[int, Where("supervisor")] = Field(3, ge=0)
-    """Times that a dead generator is started again before the run stops."""
+    wait for their end, at most 30 s."""
     threads: Annotated[int, Where("vllm on CPUs")] = Field(1, ge=1)
     """CPU threads of one engine."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -119,8 +113,6 @@ class EnvConfig(Section):
     """Turns after which an episode is cut."""
     step_deadline_s: float = Field(30.0, gt=0)
     """Longest time of one reset or step before the ticket fails."""
-    max_restarts: Annotated[int, Where("supervisor")] = Field(3, ge=0)
-    """Times that a dead server, or the process of parsers or of the teacher, is started again before the run stops."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the environment, checked by its own model."""
 
@@ -180,8 +172,6 @@ class LearnerConfig(Section):
     """`background`: training goes on while a checkpoint is written from a copy in the host's memory."""
     keep_checkpoints: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
-    max_restarts: Annotated[int, Where("supervisor")] = Field(3, ge=0)
-    """Times that all ranks are started again after a death; also those of broker and of proxy."""
     batch_deadline_s: float = Field(900.0, gt=0)
     """Longest wait for a batch while no answer and no episode goes on; then the run stops."""
 
@@ -207,8 +197,6 @@ class WeightsConfig(Section):
     """Longest standstill of a load, and longest wait for a slot."""
     probe: bool = True
     """Compare the log-probabilities of a short text of the run in engine and learner after each update."""
-    probe_tolerance: float | None = Field(None, gt=0)
-    """Largest mean difference of these in nats; null: 1e-3 for float32, 0.1 for bfloat16."""
 
 
 class EvalConfig(Section):
@@ -254,8 +242,6 @@ class TrackingConfig(Section):
     """Share of training groups whose conversations are kept for `fresco show`; those of evaluations all are."""
     trace: Annotated[Literal["off", "steps", "full"], Where("all processes")] = "full"
     """What goes to `<run>/trace`: nothing, the learner's phases and weight loads, or every ticket's life as well."""
-    live: Annotated[bool, Where("terminals")] = True
-    """Show progress as a table that is drawn anew, instead of lines."""
 
 
 class NetworkConfig(Section):
@@ -264,8 +250,6 @@ class NetworkConfig(Section):
     """`ipc`: Unix sockets in the run's folder, one node; `tcp`: also across nodes."""
     host: Annotated[str, Where("transport=tcp")] = "127.0.0.1"
     """Address of this machine, at which its sockets are bound and reached, on free ports."""
-    curve: bool = True
-    """Encrypt and authenticate every socket with a key of the run; without it, whoever reaches one may speak."""
 
 
 class ClusterConfig(Section):
@@ -311,8 +295,6 @@ class TimeoutsConfig(Section):
     """Period of heartbeats."""
     hang_s: float = Field(60.0, gt=0)
     """A process without heartbeats, or busy without progress, for this long is killed."""
-    save_s: float = Field(120.0, gt=0)
-    """Longest wait after Ctrl-C for the step being trained and its checkpoint; a second Ctrl-C ends at once."""
     stop_s: float = Field(6.0, gt=0)
     """Orderly shutdown before what is left is killed; `hang_s` after the last step of a run."""
 
@@ -330,6 +312,8 @@ class Config(Section):
     seconds: float | None = Field(None, gt=0)
     """Longest time of training, that before a `resume` included, without the first evaluation: the first batch complete
     after it is the last."""
+    max_restarts: Annotated[int, Where("supervisor")] = Field(3, ge=0)
+    """Times that each process is started again after a death, all ranks together, before the run stops."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines and ranks run; `auto` is cuda where the driver lists a GPU."""
     placement: Annotated[Literal["auto", "apart", "shared"], Where("GPUs")] = "auto"
@@ -351,7 +335,7 @@ class Config(Section):
     eval: EvalConfig = Field(default_factory=EvalConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     launcher: str = "local"
-    """What starts the processes: `local`, on this machine, or `package.module:Name` (docs/architecture.md)."""
+    """What starts the processes: `local`, on this machine, or `package.module:Name` (docs/adding-a-launcher.md)."""
     network: NetworkConfig = Field(default_factory=NetworkConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
@@ -483,8 +467,8 @@ def _describe(error: ValidationError, tree: dict[str, Any]) -> str:
     if first["type"] == "extra_forbidden":
         section: Any = Config
         for part in first["loc"][:-1]:
-            listed = isinstance(part, int)
-            section = get_args(section)[0] if listed else section.model_fields[str(part)].annotation
+            section = section.model_fields[str(part)].annotation
+            section = next(iter(get_args(section)), section)  # of one that may be null
 
         key = str(first["loc"][-1])
         sections = {name: getattr(field.annotation, "model_fields", {}) for name, field in Config.model_fields.items()}

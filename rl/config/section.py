@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator
 
 LARGEST = 1 << 53
 """The largest value of any number: beyond it JSON and other readers of a run would round it, and a message could not
@@ -50,6 +50,21 @@ class Section(BaseModel):
         if value != math.inf:
             refuse_size(str(info.field_name), value)
         return value
+
+
+def split_named(named: Any) -> tuple[str, dict[str, Any]]:
+    """A plug-in's name and its options. Raises ValueError for what is neither form of `Named`."""
+    if isinstance(named, str):
+        return named, {}
+    if isinstance(named, dict) and len(named) == 1:
+        ((name, options),) = named.items()
+        if isinstance(name, str) and isinstance(options, dict):
+            return name, options
+    raise ValueError("write the plug-in's name, or {name: {option: value}}")
+
+
+Named = Annotated[str | dict[str, dict[str, Any]], BeforeValidator(lambda named: split_named(named) and named)]
+"""A plug-in, as `name` or `{name: {option: value}}`."""
 
 
 class NoOptions(Section):

@@ -25,8 +25,8 @@ OPTIONS_OF = {
     "model.path": "model.warm_start",
     "env.name": "env.options",
     "algo.loss": "algo.options",
-    "algo.advantage": "algo.advantage_options",
-    "rollout.curriculum": "rollout.curriculum_options",
+    "algo.advantage": "algo.advantage",  # they stand with its name
+    "rollout.curriculum": "rollout.curriculum",
     "generator.engine": "generator.options",
     "learner.kind": "learner.options",
 }

@@ -17,6 +17,7 @@ from algos.rewards import Shaping, check_shaping, make_shaping
 from rl.config.algo import CriticConfig, KLConfig, is_endpoint
 from rl.config.plugins import load
 from rl.config.schema import Config
+from rl.config.section import split_named
 from rl.wire.columns import BUILT_IN, COLUMNS, Column, register_configured
 
 _LIST = "list the column's declaration under algo.columns (rl/wire/columns.py)"
@@ -32,7 +33,6 @@ class Algorithm:
     shapings: tuple[Shaping, ...]
     regularisation: Regularisation
     aggregation: Aggregation
-    constant: int  # of the aggregation "constant"
     mask_truncated: bool
     max_tokens: int  # most tokens that an episode can generate
     reward_kl: KLConfig | None  # charged to the rewards
@@ -56,12 +56,12 @@ def make_algorithm(config: Config) -> Algorithm:
     kl = algo.kl
     register_configured(algo.all_columns)
     loss = make_loss(load("algo.loss", algo.loss, registered("loss")), algo.options)
-    advantage = load("algo.advantage", algo.advantage or loss.spec.advantage, registered("advantage"))
-    estimator = make_estimator(advantage, algo.advantage_options)
+    advantage, chosen = split_named(algo.advantage or loss.spec.advantage)
+    estimator = make_estimator(load("algo.advantage", advantage, registered("advantage")), chosen)
     max_tokens = config.sampling.max_tokens * config.env.max_turns
     shapings = tuple(
-        make_shaping(load(f"algo.shaping.{index}.name", each.name, registered("shaping")), each.options)
-        for index, each in enumerate(algo.shaping)
+        make_shaping(load(f"algo.shaping.{index}", name, registered("shaping")), options)
+        for index, (name, options) in enumerate(map(split_named, algo.shaping))
     )
 
     charged = bool(kl.coef) and kl.place == "reward"
@@ -73,12 +73,11 @@ def make_algorithm(config: Config) -> Algorithm:
         shapings=shapings,
         regularisation=Regularisation(0.0 if charged else kl.coef, kl.estimator, algo.entropy_coef),
         aggregation=algo.aggregation or loss.spec.aggregation,
-        constant=algo.aggregation_constant or max_tokens,
         mask_truncated=algo.mask_truncated,
         max_tokens=max_tokens,
         reward_kl=kl if charged else None,
         reference=kl.reference if kl.coef else None,
-        critic=algo.critic if algo.critic.enabled else None,
+        critic=algo.critic,
     )
 
     for wrong, message in chain(_contradictions(config, algorithm), _of_teacher(config, loss)):
@@ -97,17 +96,19 @@ def _contradictions(config: Config, algorithm: Algorithm) -> Iterator[tuple[bool
     field = f"algo.advantage={advantage.name!r}"
 
     yield (
-        advantage.needs_values and not critic.enabled,
-        f"{field} needs the values of a critic: set algo.critic.enabled=true",
+        advantage.needs_values and critic is None,
+        f"{field} needs the values of a critic: set algo.critic={{}}, or its options",
     )
-    yield (
-        critic.enabled and not advantage.needs_values,
-        f"algo.critic.enabled=true, but {field} uses no values: set algo.advantage=gae, or switch the critic off",
-    )
-    yield (
-        critic.enabled and critic.pretrain_steps >= config.steps and config.resume is None,
-        f"algo.critic.pretrain_steps={critic.pretrain_steps} leaves none of steps={config.steps} to the policy",
-    )
+
+    if critic is not None:
+        yield (
+            not advantage.needs_values,
+            f"there is algo.critic, but {field} uses no values: set algo.advantage=gae, or algo.critic=null",
+        )
+        yield (
+            critic.pretrain_steps >= config.steps and config.resume is None,
+            f"algo.critic.pretrain_steps={critic.pretrain_steps} leaves none of steps={config.steps} to the policy",
+        )
 
     low = algo.correction.low
     high = algo.correction.high
@@ -118,13 +119,8 @@ def _contradictions(config: Config, algorithm: Algorithm) -> Iterator[tuple[bool
         "or 'gae'",
     )
 
-    yield (
-        algo.aggregation_constant is not None and algorithm.aggregation != "constant",
-        f"algo.aggregation_constant={algo.aggregation_constant} has no meaning with "
-        f"algo.aggregation={algorithm.aggregation!r}: remove it, or set algo.aggregation=constant",
-    )
-
-    for name, path in {"algo.kl.reference": algo.kl.reference, "algo.critic.path": critic.path}.items():
+    others = {"algo.kl.reference": algo.kl.reference, "algo.critic.path": critic.path if critic else "start"}
+    for name, path in others.items():
         missing = path != "start" and not (Path(path) / "config.json").exists()
         yield missing, f"{name}={path!r}: no config.json in this folder; give a model's folder, or 'start'"
     yield (

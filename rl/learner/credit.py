@@ -98,7 +98,7 @@ def assign(
     end = 0
     for number, part in enumerate(parts):
         tokens = counted * (minibatch == number)
-        weights = sample_weights(algorithm.aggregation, tokens, algorithm.constant).float()  # (N,)
+        weights = sample_weights(algorithm.aggregation, tokens, algorithm.max_tokens).float()  # (N,)
 
         credited = []
         for pack in part:

@@ -288,10 +288,11 @@ class StepGuards:
     def _stands_by_schedule(self) -> bool:
         """The critic learns alone, or the learning rate has come down to nothing."""
         learner = self._config.learner
-        done = self._step - self._first_step
+        critic = self._config.algo.critic
+        alone = critic is not None and self._step - self._first_step < critic.pretrain_steps
         decays = learner.schedule != "constant" and learner.min_lr_fraction < 0.01
         ends = max(self._over, (self._step + 1) / self._config.steps) >= 0.9
-        return done < self._config.algo.critic.pretrain_steps or (decays and ends)
+        return alone or (decays and ends)
 
 
 class _Matrices:

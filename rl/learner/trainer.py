@@ -187,7 +187,7 @@ class Trainer:
         if critic is not None:
             self.critic = self._load(Critic, critic.path)
             self._check_vocabulary("algo.critic.path", self.critic)
-            settings = config.learner.model_copy(update={"lr": critic.lr, "warmup_steps": critic.warmup_steps})
+            settings = config.learner.model_copy(update={"lr": critic.lr})
             self._critic_weights, self.critic_optimizer = self._held(self.critic, settings)
 
         for model in (self.policy, self.reference, self.critic):

@@ -26,7 +26,7 @@ COMPUTES = {f"learner.{name}" for name in (*_HOW.split(), "activation_checkpoint
 _WHAT = "lr warmup_steps schedule min_lr_fraction betas eps weight_decay max_grad_norm minibatches"
 COUNTS = {f"learner.{name}" for name in _WHAT.split()} | {"steps"} | COMPUTES
 """Fields outside of `algo` that a replay may change."""
-_OF_SAMPLES = ("algo.columns", "algo.teacher", "algo.critic.enabled")
+_OF_SAMPLES = ("algo.columns", "algo.teacher", "algo.critic=")
 
 
 class Recorded:
@@ -101,9 +101,10 @@ class Recorded:
 
     def changed(self, overrides: Sequence[str]) -> Config:
         """The configuration with these changes. Raises ConfigError for a field that changes nothing in a replay."""
+        sampled = _OF_SAMPLES if self.config.algo.critic else (*_OF_SAMPLES, "algo.critic")
         for item in overrides:
             name = item.partition("=")[0]
-            if name.startswith(_OF_SAMPLES) or not (name in COUNTS or name.startswith("algo.")):
+            if item.startswith(sampled) or not (name in COUNTS or name.startswith("algo.")):
                 counts = ", ".join(sorted(COUNTS))
                 raise ConfigError(f"{item}: a replay trains what was sampled; what counts is algo and {counts}")
         return overridden(self.config.model_dump(mode="json"), overrides)

@@ -22,6 +22,12 @@ def channel_of(transport: str) -> Channel:
     channel = load("weights.transport", transport, CHANNELS)
     if not isinstance(channel, Channel):
         raise ConfigError(f"weights.transport={transport!r}: it names no rl.weights.channel.Channel(sender, receiver)")
+
+    for end, base in ((channel.sender, Sender), (channel.receiver, Receiver)):
+        if not (isinstance(end, type) and issubclass(end, base)):
+            raise ConfigError(f"weights.transport={transport!r}: {end!r} is no rl.weights.channel.{base.__name__}")
+        if missing := sorted(end.__abstractmethods__):
+            raise ConfigError(f"weights.transport={transport!r}: its {end.__name__} has no method {missing[0]!r}")
     return channel
 
 

@@ -27,7 +27,7 @@ import zmq
 
 from rl.observe.alarms import line
 from rl.weights.channel import WeightsError
-from rl.weights.updater import TOLERANCE, Action, Loaded, LoadedAll, LoadFailed, Mismatch, Notify, UpdaterCore
+from rl.weights.updater import Action, Loaded, LoadedAll, LoadFailed, Mismatch, Notify, UpdaterCore, tolerance
 from rl.wire.messages import AlarmRaised, Fatal, Message, PeerDied, ProtocolError, Version, WeightStatus
 from rl.wire.process import Process
 from rl.wire.receiving import Malformed, Receiver
@@ -45,7 +45,6 @@ class UpdaterService:
 
     def __init__(self, run: RunFile, process: Process, version_bytes: int) -> None:
         config = run.config
-        tolerance = config.weights.probe_tolerance
         self._run = run
         self._process = process
         self._version_bytes = version_bytes
@@ -53,7 +52,7 @@ class UpdaterService:
         self._core = UpdaterCore(
             generators=config.generator.count,
             rolling=config.rollout.alpha > 0,
-            tolerance=TOLERANCE[config.generator.dtype] if tolerance is None else tolerance,
+            tolerance=tolerance(config),
             probe=config.weights.probe and config.generator.engine != "simulated",  # which has no such weights
         )
 

@@ -23,17 +23,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from rl.config.schema import Config
+from rl.observe.alarms import limit
 from rl.weights.channel import label
 from rl.wire.messages import Version, WeightNotice, WeightStatus
 
 RETELL_S = 5.0  # many heartbeats, so that the one that says `loading` has had its time
 Logprobs = npt.NDArray[np.float64]
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-"""Nats, mean |difference| over the probe, by the engine's dtype.
-
-In bfloat16 the largest of 200 probes with equal weights is 0.031, and a single matrix of before the warm start moves
-each of ten by 0.138 or more. In float32 it is 2.5e-6 and 0.104 (`python -m experiments.bench probe`). The tolerance
-stands between."""
 PROBE_TOKENS = 64
 EXACT_PROBE_TOKENS = 16
 """The probe's length for later versions where both sides compute in float32: there is hardly a rounding that more would
@@ -45,6 +41,17 @@ arrive."""
 NOISE_FRACTION = 0.5  # of the tolerance: learners nearer to each other than this are not told apart
 KEPT = 16  # published versions remembered
 ROLLING_SHARE = 16  # one generator in so many is updated at a time
+
+
+def tolerance(config: Config) -> float:
+    """Nats, mean |difference| over the probe.
+
+    In bfloat16 the largest of 200 probes with equal weights is 0.031, and a single matrix of before the warm start
+    moves each of ten by 0.138 or more. In float32 it is 2.5e-6 and 0.104 (`python -m experiments.bench probe`). The
+    limits stand between.
+    """
+    exact = config.generator.dtype == "float32"
+    return limit(config.alarms, "weights-differ", "float32_nats" if exact else "nats")
 
 
 def at_once(generators: int, *, rolling: bool) -> int:
@@ -96,11 +103,18 @@ class LoadProof:
         fix."""
         expected = self._expected[status.version]
         who = f"generator {status.generator}, weights {label(status.version)}"
+
+        if (status.checksum is None) != (expected.checksum is None):
+            return (
+                f"{who}: receipt of the receiver {_hex(status.checksum)}, of the sender {_hex(expected.checksum)}; "
+                "both ends of weights.transport give a checksum, or neither does"
+            )
         if status.checksum != expected.checksum:
             return (
                 f"{who}: checksum of the bytes received {_hex(status.checksum)}, published {_hex(expected.checksum)}; "
                 "the transport damaged them: try the other weights.transport and check the host's memory"
             )
+
         if not self._probe or not expected.probe_logp.size:
             return None
 
@@ -122,7 +136,7 @@ class LoadProof:
                 f"{who}: probe log-probabilities differ by {distance:.4g} nats on average, at most "
                 f"{self._tolerance:g} expected (first: engine {engine[0]:.4f}, learner {expected.probe_logp[0]:.4f}); "
                 "the engine did not apply the bytes it received: check tied embeddings and the engine's dtype, "
-                "or raise weights.probe_tolerance"
+                "or raise alarms.limits.weights-differ"
             )
         return self._missed_update(who, engine, ids[:length], expected)
 

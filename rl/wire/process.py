@@ -59,7 +59,8 @@ def die_with_parent(parent: int | str | None = None) -> None:
     """The kernel kills this process when its parent ends (Linux): the process `parent`, else $FRESCO_PARENT_PID."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = parent or os.environ.get("FRESCO_PARENT_PID")
-    if parent is not None and os.getppid() != int(parent):  # it died before the call
+    if parent is not None and os.getppid() != int(parent):
+        print(f"the parent, process {parent}, died at once, or a wrapper forked", file=sys.stderr, flush=True)
         os._exit(1)
 
 

@@ -53,9 +53,6 @@ def secret(run: RunFile, purpose: bytes) -> bytes:
 
 
 def _secure(socket: zmq.SyncSocket, run: RunFile, *, server: bool) -> None:
-    if not run.config.network.curve:
-        return
-
     public, secret = run.curve_key()
     socket.curve_publickey = public
     socket.curve_secretkey = secret

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from zlib import crc32
 
+from rl.config.section import split_named
 from rl.observe.alarms import Alarms
 from rl.wire.messages import NO_OPINION, Trajectory
 from rollout.broker.actions import BatchSample, EmitBatch, EvalReport, GroupRecord
@@ -45,7 +46,7 @@ class BatchGuards:
     def __init__(self, rules: Rules, alarms: Alarms) -> None:
         self._alarms = alarms
         self._check = alarms.check
-        self._shuffled = rules.curriculum == "shuffled"
+        self._shuffled = split_named(rules.curriculum)[0] == "shuffled"
         self._trained: deque[tuple[int, int]] = deque(maxlen=rules.train_tasks // 4)  # step and task of the last groups
         # A batch at least, and of small batches so many that what all of them share says something.
         groups = max(rules.groups_per_batch, _LEAST_GROUPS)

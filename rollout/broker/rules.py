@@ -25,6 +25,7 @@ class Rules(RolloutConfig):
     """If this is more than 0, the end waits for the evaluation of the last version."""
     eval_temperature: float = _DEFAULTS.eval.temperature
     eval_samples: int = _DEFAULTS.eval.samples
+    hold_deadline_s: float = 120.0  # longest time that a batch is held open
     drain_deadline_s: float = 20.0
     """Longest wait, at the end, for cancelled tickets and late usage."""
     max_groups_given_up: int = 64

@@ -1,7 +1,7 @@
 """Which task the next group works on, and which group goes first.
 
 Tasks cut off come back first, then the data in the order of a curriculum. A custom one is a `TaskSource`, made for
-`rollout.curriculum=package.module:Name` as `Name(run_seed=..., tasks=..., **rollout.curriculum_options)`: the order of
+`rollout.curriculum=package.module:Name` as `Name(run_seed=..., tasks=..., **options)`: the order of
 tasks as a function of what became of earlier groups. Its `state` goes into the journal of every checkpoint, and into
 the broker's log.
 
@@ -19,6 +19,7 @@ from math import exp, lgamma
 from typing import Any, Protocol
 
 from rl.config.plugins import make
+from rl.config.section import split_named
 from rl.config.seeds import task_order
 from rollout.broker.actions import GroupRecord
 from rollout.broker.rules import Rules
@@ -350,10 +351,10 @@ def make_priority(rules: Rules) -> Priority:
 def make_task_source(rules: Rules) -> TaskSource:
     """Raises ConfigError."""
     known = {"shuffled": ShuffledTasks, "success": SuccessWeighted}
+    name, options = split_named(rules.curriculum)
     arguments: dict[str, Any] = {"run_seed": rules.seed, "tasks": rules.train_tasks}
-    if rules.curriculum == "success":
+    if name == "success":
         arguments["group_size"] = rules.group_size
-    arguments |= rules.curriculum_options
     needs = ("next", "ended", "state", "restore")
-    source: TaskSource = make("rollout.curriculum", rules.curriculum, known, needs, **arguments)
+    source: TaskSource = make("rollout.curriculum", name, known, needs, **arguments | options)
     return source

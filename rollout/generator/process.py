@@ -30,7 +30,7 @@ from rl.wire.receiving import Malformed, Port
 from rl.wire.run import context_from_command_line
 from rl.wire.sockets import open_socket, send
 from rollout.generator.engines import make_engine
-from rollout.generator.engines.base import Engine, EngineInfo, Sampled
+from rollout.generator.engines.base import DRAIN_S, Engine, EngineInfo, Sampled
 from rollout.generator.jobs import DELIVERED_EVERY, Gate, Job, Streams
 from rollout.generator.starting import watched_start
 
@@ -308,7 +308,7 @@ class GeneratorServer:
         config = self._process.config
         deadline_s = config.weights.deadline_s + config.timeouts.heartbeat_s  # a reader knows more, and speaks first
         if config.generator.on_update == "drain":
-            deadline_s += config.generator.drain_deadline_s
+            deadline_s += DRAIN_S
 
         task = asyncio.create_task(load)
         clock = asyncio.get_running_loop().time

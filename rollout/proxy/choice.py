@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rl.config.hooks import make_hooks
-from rl.config.rollout import NamedHook
+from rl.config.section import Named
 from rollout.proxy.balance import LoadTree
 from rollout.proxy.hooks import ProxyHook
 from rollout.proxy.state import Admission, GeneratorState, PrefixIndex, RoutedRequest
@@ -20,7 +20,7 @@ class Choice:
         tree: LoadTree,
         prefixes: PrefixIndex,
         admission: Admission,
-        hooks: Sequence[NamedHook],
+        hooks: Sequence[Named],
         max_overtakes: int,
     ) -> None:
         self._generators = generators

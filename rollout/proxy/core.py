@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 
-from rl.config.rollout import NamedHook
+from rl.config.section import Named
 from rl.wire.messages import ReportsLost, StillSampling, Usage
 from rollout.proxy.actions import AbortAt, Action, Client, Forget, GoOn, Rename, Reply, ReportFirstToken, SendTo
 from rollout.proxy.balance import LoadTree, PriorityQueue
@@ -47,7 +47,7 @@ class ProxyCore:
         self,
         *,
         cache_survives_update: bool = False,
-        hooks: Sequence[NamedHook] = (),
+        hooks: Sequence[Named] = (),
         max_deaths: int = 3,
         max_overtakes: int = 16,
         remembered: int = 65_536,

@@ -127,7 +127,7 @@ def test_a_connection_is_cut_between_two_that_go_on(only_new_connections: None) 
 def test_a_short_schedule_on_a_live_run(seed: int) -> None:
     # Steps take longer than two looks at the run: each fault comes while there is one left.
     overrides = ["steps=40", "learner.checkpoint_every=2", "timeouts.hang_s=10", f"seed={seed}"]
-    overrides += ["learner.options.step_s=0.2", "learner.max_restarts=9"]
+    overrides += ["learner.options.step_s=0.2", "max_restarts=9"]
     schedule = make_schedule(seed, 9, 40, ["kill", "raise", "pause"])
     played = play("experiments/simulated.yaml", overrides, schedule, stuck_s=240)
     assert played.violations == [] and len(played.faults) == 9

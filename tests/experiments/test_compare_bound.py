@@ -150,7 +150,7 @@ def run(make_run: MakeRun, tmp_path: Path) -> RunFile:
     }
     config = Qwen3Config(**shape, vocab_size=64, head_dim=32, intermediate_size=64, tie_word_embeddings=False)
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
-    settings = ["sampling.max_tokens=16", "generator.max_model_len=64", "generator.kv_cache_bytes=33554432"]
+    settings = ["sampling.max_tokens=16", "generator.max_model_len=64", "generator.options.kv_cache_bytes=33554432"]
     own = ["model.dtype=float32", "generator.dtype=float32", "generator.max_num_seqs=16"]
     return make_run(*settings, *own, model_folder=tmp_path / "model")
 

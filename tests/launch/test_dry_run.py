@@ -20,6 +20,7 @@ RECIPES = sorted(path.name for path in (ROOT / "experiments").glob("*.yaml"))
 _PYTHON = """#!/bin/sh
 echo "$@" >> "$CALLS"
 if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; fi
+case "$*" in *"pip install -r"* | *"--no-deps -r"*) exit "${PIP_ENDS:-0}" ;; esac
 """
 _SCRIPT = """#!/usr/bin/env bash
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -90,20 +91,40 @@ def test_the_list_has_the_versions_of_a_complete_installation() -> None:
     assert with_dependencies(named()) <= pinned
 
 
-def test_what_setup_installs(tmp_path: Path) -> None:
-    """With a Python that only writes down what it is asked: a dry run installs the small list, unless all is there."""
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Of a fresh copy in `tmp_path`, with a Python that only writes down what it is asked."""
     for folder in ("launch", "requirements"):
         (tmp_path / folder).mkdir()
     for file in ("launch/setup.sh", "requirements/cpu.txt", "requirements/dry_run.txt", "pyproject.toml"):
         shutil.copy(ROOT / file, tmp_path / file)
-    script = tmp_path / "launch" / "any.sh"
-    script.write_text(_SCRIPT)
     python = tmp_path / "python3.11"
     python.write_text(_PYTHON)
     python.chmod(0o755)
+    return {"PATH": os.environ["PATH"], "FRESCO_PYTHON": str(python), "CALLS": str(tmp_path / "calls")}
 
-    calls = tmp_path / "calls"
-    environment = {"PATH": os.environ["PATH"], "FRESCO_PYTHON": str(python), "CALLS": str(calls)}
+
+@pytest.mark.parametrize(("pip_ends", "code"), [("0", 0), ("1", 1)])
+def test_a_shell_that_one_types_in_goes_on_after_setup(
+    tmp_path: Path, environment: dict[str, str], pip_ends: str, code: int
+) -> None:
+    """It would be closed otherwise by the first command that fails, with all that it has shown."""
+    typed = f"source {tmp_path}/launch/setup.sh; echo setup $?; false; echo $unset still here"
+    command = ["bash", "--norc", "-ic", typed]
+    environment["PIP_ENDS"] = pip_ends
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert f"setup {code}\n" in ended.stdout and "still here" in ended.stdout, ended.stderr
+    assert ("requirements/cpu.txt failed" in ended.stderr) == bool(code)
+
+    script = subprocess.run(["bash", "-c", typed], env=environment, capture_output=True, text=True, timeout=240)
+    assert script.returncode == 1 and "still here" not in script.stdout
+
+
+def test_what_setup_installs(tmp_path: Path, environment: dict[str, str]) -> None:
+    """A dry run installs the small list, unless all is there."""
+    script = tmp_path / "launch" / "any.sh"
+    script.write_text(_SCRIPT)
+    calls = Path(environment["CALLS"])
 
     def start(*arguments: str) -> tuple[str, str]:
         """The first folder in which programs are looked for, and what Python was asked to do."""

@@ -118,7 +118,7 @@ def test_what_each_gpu_holds_fits_on_one_screen(tmp_path: Path, capsys: pytest.C
         (QWEN3, ["learner.activation_checkpointing=false"], "learner.activation_checkpointing: 3 × learner's GPU"),
         (QWEN3, ["learner.max_tokens_per_pack=1000000"], "learner.max_tokens_per_pack: 3 × learner's GPU"),
         (QWEN3, ["generator.count=6"], "the plan needs 9 GPUs, --gpus 8x80 shows 8"),
-        (QWEN3, ["generator.kv_cache_bytes=90000000000"], "generator.tensor_parallel: 5 × engine's GPU"),
+        (QWEN3, ["generator.options.kv_cache_bytes=90000000000"], "generator.tensor_parallel: 5 × engine's GPU"),
         (QWEN3, ["--host-memory", "16G"], r"needs about .* and --gpus 8x80 has 16.0 GiB"),
         (OF_EXPERTS, [], "gpt_oss: its attention has sinks"),
         (QWEN3, ["learner.context_parallel=2"], "context_parallel=2 does not divide ranks=3"),

@@ -36,7 +36,7 @@ def children() -> Children:
 
 def test_everything_stands_on_a_small_screen(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     observed = Observed(started_at=time.time() - 75, step=0)
-    display = Display(make_run("steps=120", "tracking.live=false"), observed)
+    display = Display(make_run("steps=120"), observed)
     for step, accuracy in ((0, 0.25), (60, 0.5), (120, 0.875)):
         observed.add(step, {"eval/accuracy": accuracy})
     observed.waited("generator.2", Wait(14.2, "work", 7))

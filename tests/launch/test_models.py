@@ -121,7 +121,7 @@ def test_of_the_hub_before_its_weights_are_fetched(leaking: Path, monkeypatch: p
     ("field", "overrides"),
     [
         ("algo.kl.reference", ["algo.kl.coef=0.1", "algo.kl.reference={0}"]),
-        ("algo.critic.path", ["algo.critic.enabled=true", "algo.critic.path={0}", "algo.advantage=gae"]),
+        ("algo.critic.path", ["algo.critic.path={0}", "algo.advantage=gae"]),
     ],
 )
 def test_reference_and_critic_are_judged_as_well(field: str, overrides: list[str], leaking: Path) -> None:
@@ -305,7 +305,7 @@ def test_adapters_take_of_a_rank_what_they_are_and_the_base_its_own_dtype() -> N
     assert lora["gradients"] == adapters // 2 and lora["working space"] < whole["working space"]
 
     assert parts("model.lora={}", "algo.kl.coef=0.1")["weights"] == lora["weights"]
-    critic = ["algo.advantage=gae", "algo.critic.enabled=true"]
+    critic = ["algo.advantage=gae", "algo.critic={}"]
     assert parts("model.lora={}", *critic)["optimizer"] == lora["optimizer"] + whole["optimizer"]
 
 

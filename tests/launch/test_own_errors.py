@@ -24,6 +24,9 @@ FILES = {
         "class Short(BrokerHook):\n    def __init__(self, options): pass\n"
         "class Other(BrokerHook):\n    def issued(self, attempt): return ()\n"
         "def loss(a): return a\n"
+        "from rl.weights.channel import Channel, Receiver, Sender\n"
+        "class Half(Sender):\n    def offer(self, n, pieces): pass\n"
+        "HALF, SWAPPED = Channel(Half, Receiver), Channel(Receiver, Half)\n"
     ),
     "cut.jsonl": '{"prompt": "a", "answer": "b"\n',
     "open.yaml": "name: x\nsteps: [\n",
@@ -43,6 +46,9 @@ CASES = [
     ("math_cpu", "algo.loss=mine:loss", r"algo: loss\(\) takes 1 positional argument but 2 were given"),
     ("math_cpu", "env.name=no_name:Family", NO_NAME),
     ("math_cpu", "weights.transport=no_name:C", NO_NAME),
+    ("math_cpu", "weights.transport=mine:HALF", r"weights.transport='mine:HALF': its Half has no method 'announce'"),
+    ("math_cpu", "weights.transport=mine:SWAPPED", r"<class '\S+Receiver'> is no rl.weights.channel.Sender"),
+    ("simulated", "launcher=mine:Short", r"launcher='mine:Short' is no class for this: it has no method 'place'"),
 ]
 
 

@@ -82,7 +82,8 @@ def test_the_page_says_what_the_estimate_says() -> None:
 
 
 def test_a_share_of_the_users_own_is_kept() -> None:
-    given = config("math_1gpu", "generator.options.gpu_memory_utilization=0.25", "generator.kv_cache_bytes=1000000000")
+    own = "generator.options={gpu_memory_utilization: 0.25, kv_cache_bytes: 1000000000}"
+    given = config("math_1gpu", own)
     assert shared_with_learner(estimate(given, "cuda", HALF_B, on(1))) == (0.25, 1_000_000_000)
 
     greedy = config("math_1gpu", "generator.options.gpu_memory_utilization=0.9")

@@ -28,7 +28,7 @@ from tests.launch.hanging_engine import WORKS_S
 
 pytestmark = pytest.mark.slow
 
-QUIET = ("tracking.wandb=disabled", "tracking.live=false", "timeouts.stop_s=2", "timeouts.heartbeat_s=0.05")
+QUIET = ("tracking.wandb=disabled", "timeouts.stop_s=2", "timeouts.heartbeat_s=0.05")
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def test_restarts_are_limited(run: RunFile) -> None:
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_rank_and_the_exceptions_that_follow_are_one_death(run: RunFile, killed: int) -> None:
     """Whoever is heard of first: all ranks start again, together and once."""
-    run.config.learner.max_restarts = 1
+    run.config.max_restarts = 1
     ranks = [FakeSpec("learner", rank, environment={"FAKE_LEARNER": "raise beside"}) for rank in (0, 1)]
     ranks[killed] = FakeSpec("learner", killed, environment={"FAKE_LEARNER": "die in step"})
     broker = FakeSpec("broker", 0, environment={"FAKE_BROKER": "done2"})

@@ -30,7 +30,7 @@ from rl.observe.trace import NO_TRACE
 from rl.weights.channel import Piece
 from rl.weights.host.ends import tensors, write
 from rl.weights.host.layout import Manifest, digest
-from rl.weights.updater import TOLERANCE, Mismatch, UpdaterCore
+from rl.weights.updater import Mismatch, UpdaterCore, tolerance
 from rl.wire.messages import BatchPart, Generate, Generated, Ticket, Trajectory, Version, WeightStatus
 from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import Action, EmitBatch, EvalReport, GroupRecord, IssueTicket, StopRun
@@ -225,7 +225,7 @@ class Lab:
         self.engine = Engine(folder)
         self.environment: Callable[[], Any] = Game
         self.updater = UpdaterCore(
-            generators=1, rolling=False, tolerance=TOLERANCE["float32"], probe=self.config.weights.probe
+            generators=1, rolling=False, tolerance=tolerance(self.config), probe=self.config.weights.probe
         )
 
         rules = Rules.of(self.config, TASKS, first_step)

@@ -14,6 +14,9 @@ import numpy as np
 from rl.wire.columns import ONE_TURN, declared, masked_columns
 from rl.wire.messages import Generate, Version, WeightStatus
 
+DRAIN_S = 30.0
+"""`generator.on_update=drain`: longest wait for running requests, whose context is computed again after it."""
+
 
 @dataclass(frozen=True)
 class EngineInfo:

@@ -24,6 +24,8 @@ class VllmOptions(Section):
     where = "engine=vllm"
     max_num_batched_tokens: int | None = Field(None, ge=1)
     """Tokens of one engine step; null: enough for a whole context."""
+    kv_cache_bytes: int | None = Field(None, ge=1)
+    """KV cache of one engine; null: on GPUs what `gpu_memory_utilization` leaves, on CPUs 64 MiB."""
     kv_block: int | None = Field(None, ge=16, multiple_of=16)
     """Tokens of one KV block, the grain of prefix reuse; null: 32 on CPU, vLLM's default on GPUs."""
     gpu_memory_utilization: Annotated[float, Where("GPUs")] = Field(0.9, gt=0, le=1)
@@ -38,7 +40,8 @@ class VllmOptions(Section):
 
 def kv_cache_bytes(config: GeneratorConfig, device: str) -> int | None:
     """The cache of one engine, over all its devices; None: what is free decides."""
-    return config.kv_cache_bytes or (_CPU_CACHE if device == "cpu" else None)
+    given = VllmOptions.model_validate(config.options).kv_cache_bytes
+    return given or (_CPU_CACHE if device == "cpu" else None)
 
 
 def device_memory(run: RunFile) -> tuple[float, int | None]:

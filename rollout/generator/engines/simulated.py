@@ -25,7 +25,7 @@ from rl.weights.channel import Receiver
 from rl.wire.columns import BUILT_IN, ONE_TURN, carried, masked_context
 from rl.wire.messages import Generate, Version, WeightStatus
 from rl.wire.run import ProcessContext
-from rollout.generator.engines.base import EngineInfo, Sampled
+from rollout.generator.engines.base import DRAIN_S, EngineInfo, Sampled
 from rollout.generator.engines.timing import BatchModel, SimulatedOptions, Timing
 
 _TICK_S = 0.005
@@ -176,12 +176,12 @@ class SimulatedEngine:
                 return loaded, receipt, taken
 
     async def _drain(self) -> None:
-        """Go on until nothing runs, at most `drain_deadline_s`; arrivals wait for the new weights."""
+        """Go on until nothing runs, at most DRAIN_S; arrivals wait for the new weights."""
         self._parked = []
         self._drained.clear()
         if len(self._model):
             try:
-                await asyncio.wait_for(self._drained.wait(), self._config.drain_deadline_s)
+                await asyncio.wait_for(self._drained.wait(), DRAIN_S)
             except TimeoutError:
                 pass  # what still runs is recomputed
 

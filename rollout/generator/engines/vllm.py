@@ -36,7 +36,7 @@ from rl.store.recent import Recent
 from rl.wire.columns import COLUMNS, ROUTED_EXPERTS
 from rl.wire.messages import Generate, Version, WeightStatus
 from rl.wire.run import ProcessContext, RunFile, socket_name
-from rollout.generator.engines.base import EngineInfo, Sampled
+from rollout.generator.engines.base import DRAIN_S, EngineInfo, Sampled
 from rollout.generator.engines.cpu.unpacked import heed_environment
 from rollout.generator.engines.cpu.vllm_thread import OwnThread
 from rollout.generator.engines.routing import first_position, set_routing
@@ -306,7 +306,7 @@ class VllmEngine:
     async def _drain(self) -> None:
         """Wait for the running requests, but not beyond the deadline: what still runs then is recomputed."""
         drained = asyncio.create_task(self._core.pause("wait", clear_cache=True))
-        done, _ = await asyncio.wait({drained}, timeout=self._config.generator.drain_deadline_s)
+        done, _ = await asyncio.wait({drained}, timeout=DRAIN_S)
         if not done:
             await self._core.pause("keep", clear_cache=True)
         await drained  # a full stop ends the wait as well

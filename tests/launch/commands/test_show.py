@@ -26,7 +26,7 @@ from tests.rollout.trajectories import make_trajectory
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of the simulated recipe that kept every group."""
-    return simulated_run(tmp_path_factory.mktemp("runs"), "tracking.live=false")
+    return simulated_run(tmp_path_factory.mktemp("runs"))
 
 
 def shown(run: Path, capsys: pytest.CaptureFixture[str], *filters: str) -> str:

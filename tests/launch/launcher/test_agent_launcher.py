@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 import time
+from typing import Any
 
 import psutil
 import pytest
 
 from launch.launcher import make_launcher
+from launch.launcher.protocol import Node, Spec
 from launch.plan import ProcessSpec
 from launch.supervisor import Supervisor
 from rl.config.schema import ConfigError
@@ -102,3 +104,82 @@ def test_nothing_survives_a_killed_supervisor(run: RunFile) -> None:
 def test_a_launcher_that_is_none_is_refused_in_one_line(make_run: MakeRun, name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         make_launcher(make_run(f"launcher={name}"))
+
+
+class Placeless:
+    """All that a launcher needs is there, and nothing of it is written yet."""
+
+    def __init__(self, run: RunFile) -> None: ...
+
+    def place(self, role: str, index: int) -> Any: ...
+
+    def start(self, spec: Spec, node: Node) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+class Handleless(Placeless):
+    def place(self, role: str, index: int) -> Node:
+        return Node("here", "127.0.0.1")
+
+
+class Wrapped(Handleless):
+    def start(self, spec: Spec, node: Node) -> Any:
+        return subprocess.Popen(["no-such-wrapper", *spec.command()])
+
+
+@pytest.mark.parametrize(
+    ("launcher", "told"),
+    [
+        (Placeless, "TypeError: place returned None, which is no Node"),
+        (Handleless, "TypeError: start returned None, a handle without poll, kill, wait, fileno"),
+        (Wrapped, "FileNotFoundError: [Errno 2] No such file or directory: 'no-such-wrapper'"),
+    ],
+)
+def test_what_a_launcher_does_wrong_is_one_line_that_names_it(
+    make_run: MakeRun, launcher: type, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"{__name__}:{launcher.__name__}"
+    run = make_run(*QUIET, f"launcher={name}")
+    assert Supervisor(run, [FakeSpec("broker", 0)], make_launcher(run)).execute() == 1
+    printed = "".join(capsys.readouterr())
+    assert f"launcher='{name}' could not start broker.0: {told}" in printed
+    assert "Traceback" not in printed
+
+
+class Forking(Handleless):
+    """As a wrapper that forks and ends: the process goes on without it."""
+
+    def start(self, spec: Spec, node: Node) -> Any:
+        return Ended()
+
+
+class Ended:
+    def poll(self) -> int:
+        return 0
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout_s: float) -> int:
+        return 0
+
+    def fileno(self) -> int:
+        return -1
+
+
+def test_a_wrapper_that_forks_is_told(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(*QUIET, f"launcher={__name__}:Forking")
+    assert Supervisor(run, [FakeSpec("proxy", 0)], make_launcher(run)).execute() == 1
+    told = "proxy.0 ended: exit code 0 before it said anything (is it a wrapper that forks?)"
+    assert told in capsys.readouterr().out
+
+
+def test_a_process_with_another_parent_than_it_was_told_ends_and_says_so() -> None:
+    """As behind a wrapper that forks: nobody would end it with the run."""
+    program = "from rl.wire.process import die_with_parent; die_with_parent(); print('goes on')"
+    environment = os.environ | {"FRESCO_PARENT_PID": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert ended.returncode == 1 and not ended.stdout
+    assert "the parent, process 1, died at once, or a wrapper forked" in ended.stderr

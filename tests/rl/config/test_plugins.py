@@ -66,7 +66,7 @@ def test_losses_estimators_and_shapings_are_loaded_with_it() -> None:
     for override, text in [
         ("algo.loss=grop", "algo.loss='grop' is not a registered name; did you mean 'grpo'"),
         ("algo.advantage=no.module:f", "algo.advantage='no.module:f' cannot be imported"),
-        ("algo.shaping=[{name: overlon}]", r"algo\.shaping\.0\.name='overlon' .* did you mean 'overlong'"),
+        ("algo.shaping=[overlon]", r"algo\.shaping\.0='overlon' .* did you mean 'overlong'"),
     ]:
         with pytest.raises(ConfigError, match=text):
             make_algorithm(load_config(None, [override]))

@@ -89,7 +89,7 @@ def test_rows_without_turn_rewards_are_one_turn() -> None:
 def test_shaping_changes_advantages_turns_and_what_the_loss_sees() -> None:
     batch_part = one_batch_part()
     lengths = torch.tensor([row.loss_tokens for row in batch_part.rows])
-    algo = algorithm("algo.shaping=[{name: overlong, options: {max_tokens: 8, buffer: 4}}]", "algo.advantage=turn")
+    algo = algorithm("algo.shaping=[{overlong: {max_tokens: 8, buffer: 4}}]", "algo.advantage=turn")
     expected = torch.tensor([sum(earned) for earned in TURNS]) - ((lengths - 4) / 4).clamp(0, 1)
     rewards = shaped_rewards(batch_part, algo)
     torch.testing.assert_close(rewards.float(), expected)
@@ -149,13 +149,12 @@ def test_kl_in_the_reward(advantage: str) -> None:
             torch.testing.assert_close(tokens_of(found, i, "advantages"), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("aggregation, constant", [("token", 0), ("sequence", 0), ("constant", 40), ("constant", 7)])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_aggregation_by_minibatch(aggregation: str, constant: int, masked: bool) -> None:
+def test_aggregation_by_minibatch(aggregation: str, masked: bool) -> None:
     """Weights / loss tokens are the coefficients of the formula, in each of the two minibatches."""
     batch_part = one_batch_part()
-    extra = [f"algo.aggregation_constant={constant}"] if constant not in (0, 40) else []
-    algo = algorithm(f"algo.aggregation={aggregation}", f"algo.mask_truncated={str(masked).lower()}", *extra)
+    algo = algorithm(f"algo.aggregation={aggregation}", f"algo.mask_truncated={str(masked).lower()}")
     parts = [
         mask_rows(make_packs(part, 30, 0), kept_rows(batch_part, algo)) for part in split_minibatches(batch_part, 2)
     ]
@@ -170,7 +169,7 @@ def test_aggregation_by_minibatch(aggregation: str, constant: int, masked: bool)
             coefficient = {
                 "token": 1 / sum(lengths.values()),
                 "sequence": 1 / (len(members) * lengths[i]),
-                "constant": 1 / (len(members) * (constant or 1)),
+                "constant": 1 / (len(members) * 20 * 2),  # max_tokens, max_turns
             }[aggregation]
             found = tokens_of(minibatch.packs, i, "token_weights") / minibatch.loss_tokens
             assert found.tolist() == pytest.approx([coefficient] * lengths[i], rel=1e-6)
@@ -188,7 +187,7 @@ def test_truncated_samples_count_in_their_group_but_not_in_the_loss() -> None:
 
 def test_returns_are_what_values_should_have_been() -> None:
     batch_part = one_batch_part()
-    algo = algorithm("algo.advantage=gae", "algo.critic.enabled=true", "algo.critic.lam=1")
+    algo = algorithm("algo.advantage=gae", "algo.critic.lam=1")
 
     def values(pack: Pack) -> torch.Tensor:
         return torch.where(pack.mask, torch.sin(pack.token_ids.float()), 0)
@@ -204,18 +203,20 @@ def test_returns_are_what_values_should_have_been() -> None:
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["algo.advantage=gae"], "'gae' needs the values of a critic: set algo.critic.enabled=true"),
-        (["algo.critic.enabled=true"], "algo.advantage='group' uses no values: set algo.advantage=gae"),
+        (["algo.advantage=gae"], "'gae' needs the values of a critic: set algo.critic={}"),
+        (["algo.critic={}"], "algo.advantage='group' uses no values: set algo.advantage=gae"),
         (["rollout.group_size=1"], "algo.advantage='group' .* is 0 for rollout.group_size=1"),
-        (["algo.aggregation_constant=5"], "algo.aggregation_constant=5 has no meaning with algo.aggregation='token'"),
         (["algo.kl.reference=/nowhere"], "algo.kl.reference='/nowhere': no config.json in this folder"),
-        (["algo.critic.path=/nowhere"], "algo.critic.path='/nowhere': no config.json in this folder"),
-        (["algo.advantage_options={lam: 1}"], "advantage 'group' has no option 'lam'"),
-        (["algo.shaping=[{name: overlong, options: {buffer: 99}}]"], "'overlong' fails .* buffer=99 is more than"),
-        (["algo.shaping=[{name: 'tests.rl.learner.test_credit:raising'}]"], "raising' fails on two samples: not today"),
-        (["algo.shaping=[{name: 'tests.rl.no:thing'}]"], "cannot be imported"),
         (
-            ["algo.advantage=gae", "algo.critic={enabled: true, pretrain_steps: 100}"],
+            ["algo.advantage=gae", "algo.critic.path=/nowhere"],
+            "algo.critic.path='/nowhere': no config.json in this folder",
+        ),
+        (["algo.advantage={group: {lam: 1}}"], "advantage 'group' has no option 'lam'"),
+        (["algo.shaping=[{overlong: {buffer: 99}}]"], "'overlong' fails .* buffer=99 is more than"),
+        (["algo.shaping=['tests.rl.learner.test_credit:raising']"], "raising' fails on two samples: not today"),
+        (["algo.shaping=['tests.rl.no:thing']"], "cannot be imported"),
+        (
+            ["algo.advantage=gae", "algo.critic={pretrain_steps: 100}"],
             "algo.critic.pretrain_steps=100 leaves none of steps=100 to the policy",
         ),
     ],

@@ -184,7 +184,7 @@ def by_name(played: list[Played], values: torch.Tensor) -> dict[float, float]:
 
 
 def algorithm_of(advantage: str, *overrides: str) -> Algorithm:
-    critic = ["algo.critic.enabled=true"] if get_advantage(advantage).needs_values else []
+    critic = ["algo.critic={}"] if get_advantage(advantage).needs_values else []
     return make_algorithm(load_config(None, [*SETTINGS, f"algo.advantage={advantage}", *critic, *overrides]))
 
 
@@ -204,7 +204,7 @@ def test_every_advantage_heeds_time(chat: ChatTokenizer, advantage: str) -> None
 @pytest.mark.parametrize("advantage", ["turn", "batch", "gigpo"])
 def test_what_a_shaping_adds_is_earned_at_the_end_in_time(chat: ChatTokenizer, shaping: str, advantage: str) -> None:
     options = SHAPINGS.get(shaping, "{}")
-    algorithm = algorithm_of(advantage, f"algo.shaping=[{{name: {shaping}, options: {options}}}]")
+    algorithm = algorithm_of(advantage, f"algo.shaping=[{{{shaping}: {options}}}]")
     for seed in range(15):
         played = play(seed, chat)
         inputs = RewardInputs(
@@ -224,7 +224,7 @@ def test_what_a_shaping_adds_is_earned_at_the_end_in_time(chat: ChatTokenizer, s
 @pytest.mark.parametrize(("discount", "lam"), [(1.0, 1.0), (0.9, 0.7)])
 def test_the_critic_regresses_to_returns_in_time(chat: ChatTokenizer, discount: float, lam: float) -> None:
     """By the definition, one token after another from the last one back, with nothing of the project's."""
-    options = f"algo.advantage_options={{discount: {discount}, normalise: false}}"
+    options = f"algo.advantage={{gae: {{discount: {discount}, normalise: false}}}}"
     algorithm = algorithm_of("gae", options, f"algo.critic.lam={lam}")
     for seed in range(15):
         played = play(seed, chat)
@@ -258,7 +258,7 @@ def test_a_helper_of_a_won_episode_is_praised_like_its_lead(chat: ChatTokenizer,
         turns = [PlainTurn(t.sampled["logp_behavior"].tolist(), t.reward, 0) for t in agent.forest.turns]
         played.append(Played(delivered(sample, sequences), turns))
 
-    flat = [] if advantage != "gae" else ["algo.advantage_options={lam: 1.0}"]
+    flat = [] if advantage != "gae" else ["algo.advantage={gae: {lam: 1.0}}"]
     found = credited(batch_part_of(played), algorithm_of(advantage, *flat), "advantages")
     for each in played:
         lead, helper, end = ([found[name] for name in turn.tokens] for turn in each.turns)

@@ -38,9 +38,8 @@ SETTINGS = (
     "rollout.group_size=2",
     "env.max_turns=2",
     "algo.loss=ppo",
-    "algo.advantage=gae",
-    f"algo.advantage_options={{lam: {LAM}}}",
-    f"algo.critic={{enabled: true, lr: {CRITIC_LR}, lam: {CRITIC_LAM}}}",
+    f"algo.advantage={{gae: {{lam: {LAM}}}}}",
+    f"algo.critic={{lr: {CRITIC_LR}, lam: {CRITIC_LAM}}}",
     f"algo.entropy_coef={ENTROPY}",
     f"algo.kl={{coef: {BETA}, place: reward, estimator: k1}}",
     "algo.aggregation=sequence",
@@ -276,6 +275,7 @@ def test_three_steps_equal_the_plain_loop(folder: Path) -> None:
 def test_the_policy_waits_for_the_critic(folder: Path) -> None:
     """Nothing but the critic moves in the first batches; then the warm-up begins."""
     settings = config().model_copy(deep=True)
+    assert settings.algo.critic is not None
     settings.algo.critic.pretrain_steps = 2
     settings.algo.critic.epochs = 3
     trainer = Trainer(settings, folder, last_step=4)

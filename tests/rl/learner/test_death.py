@@ -26,7 +26,7 @@ OVERRIDES = (
     "learner.checkpoint_every=3",
     "learner.warmup_steps=3",
     "algo.kl.coef=0.1",
-    "algo.critic.enabled=true",
+    "algo.critic={}",
     "algo.advantage=gae",
 )
 

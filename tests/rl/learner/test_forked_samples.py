@@ -144,10 +144,8 @@ def same(plain: Found, other: Found) -> None:
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_advantages_and_weights(advantage: str, aggregation: str) -> None:
     overrides = [f"algo.advantage={advantage}", f"algo.aggregation={aggregation}"]
-    if aggregation == "constant":
-        overrides.append("algo.aggregation_constant=40")
     if get_advantage(advantage).needs_values:
-        overrides.append("algo.critic.enabled=true")
+        overrides.append("algo.critic={}")
     algorithm = make_algorithm(load_config(None, [*SETTINGS, *overrides]))
 
     for seed in range(5):

@@ -26,7 +26,7 @@ SETTINGS = (
     "rollout.group_size=2",
     "algo.loss=ppo",
     "algo.advantage=gae",
-    "algo.critic={enabled: true, lr: 1e-2}",
+    "algo.critic={lr: 1e-2}",
     "algo.kl.coef=0.05",
     "weights.probe=false",
 )

@@ -38,10 +38,9 @@ SETTINGS = (
 VARIANTS = {
     "critic": (
         "algo.loss=ppo",
-        "algo.advantage=gae",
-        "algo.advantage_options={lam: 0.9}",
+        "algo.advantage={gae: {lam: 0.9}}",
         "learner.minibatches=2",
-        "algo.critic={enabled: true, lr: 1e-2, lam: 0.95, clip: 0.3, epochs: 2}",
+        "algo.critic={lr: 1e-2, lam: 0.95, clip: 0.3, epochs: 2}",
         "algo.aggregation=sequence",
         "algo.kl={coef: 0.05, place: reward, estimator: k1}",
         "algo.mask_truncated=true",
@@ -52,7 +51,7 @@ VARIANTS = {
         "algo.entropy_coef=0.01",
         "algo.loss=decoupled_ppo",
         "algo.kl={coef: 0.05, place: loss, estimator: k3}",
-        "algo.shaping=[{name: overlong}]",
+        "algo.shaping=[overlong]",
     ),
     "batch": ("algo.advantage=batch", "algo.kl={coef: 0.1, place: reward, estimator: k3}", "learner.minibatches=2"),
     "leave_one_out": (
@@ -75,7 +74,7 @@ VARIANTS = {
         "model.lora={rank: 2, targets: [q_proj, down_proj]}",
         "algo.loss=ppo",
         "algo.advantage=gae",
-        "algo.critic={enabled: true, lr: 1e-2}",
+        "algo.critic={lr: 1e-2}",
     ),
     "topr": ("algo.loss=topr", "algo.correction={weight: sequence, cap: 1.2}"),
 }
@@ -229,7 +228,7 @@ def test_models_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> Non
 
     Qwen3ForCausalLM(Qwen3Config.from_pretrained(other)).save_pretrained(other)
     with pytest.raises(ValueError, match=r"algo\.critic\.path: a vocabulary of 40 entries, the policy has 67"):
-        trainer("algo.advantage=gae", f"algo.critic={{enabled: true, path: {other}}}")
+        trainer("algo.advantage=gae", f"algo.critic={{path: {other}}}")
 
 
 def test_a_reference_of_another_folder_is_the_one_that_is_used(folder: Path, tmp_path: Path) -> None:

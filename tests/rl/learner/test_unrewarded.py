@@ -68,7 +68,7 @@ def test_the_others_are_credited_as_if_it_were_not_there(
 @pytest.mark.parametrize("shaping", registered("shaping"))
 def test_shapings_see_the_others_alone(chat: ChatTokenizer, shaping: str) -> None:
     played = play(0, chat)
-    algorithm = algorithm_of("group", f"algo.shaping=[{{name: {shaping}, options: {SHAPINGS.get(shaping, '{}')}}}]")
+    algorithm = algorithm_of("group", f"algo.shaping=[{{{shaping}: {SHAPINGS.get(shaping, '{}')}}}]")
     found = shaped_rewards(batch_part_of(without_reward(played, {1, 4})), algorithm)
     expected = shaped_rewards(batch_part_of([played[i] for i in (0, 2, 3, 5)]), algorithm)
     assert found[[0, 2, 3, 5]].equal(expected) and not found[[1, 4]].any()
@@ -78,7 +78,7 @@ def test_shapings_see_the_others_alone(chat: ChatTokenizer, shaping: str) -> Non
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
 def test_a_batch_without_any_reward_gives_zeros(chat: ChatTokenizer, advantage: str, aggregation: str) -> None:
     batch_part = batch_part_of(without_reward(play(0, chat), set(range(6))))
-    shaping = "algo.shaping=[{name: affine, options: {shift: 1.0}}]"
+    shaping = "algo.shaping=[{affine: {shift: 1.0}}]"
     (minibatch,) = minibatches_of(batch_part, advantage, f"algo.aggregation={aggregation}", shaping)
     assert minibatch.loss_tokens == 0
     for pack in minibatch.packs:

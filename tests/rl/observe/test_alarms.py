@@ -44,6 +44,8 @@ def test_limits_are_as_they_were_when_each_was_a_field() -> None:
     values = {f"{name}.{each}": own.value for name, alarm in ALARMS.items() for each, own in alarm.limits.items()}
 
     before = {
+        "weights-differ.nats": 0.1,
+        "weights-differ.float32_nats": 1e-3,
         "log-ratio.nats": 0.15,
         "log-ratio.float32_nats": 3e-3,
         "log-ratio-grows.times": 10,

@@ -25,7 +25,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="package")
 def deadly_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run of two ranks, with a critic and a reference, whose learner died three times."""
-    others = ("learner.ranks=2", "algo.kl.coef=0.1", "algo.critic.enabled=true", "algo.advantage=gae")
+    others = ("learner.ranks=2", "algo.kl.coef=0.1", "algo.critic={}", "algo.advantage=gae")
     run = begin(tmp_path_factory.mktemp("two"), *others)
     with Harness(run) as harness:
         train(harness, 0, 1)

@@ -157,7 +157,7 @@ def test_the_same_under_another_name_stays_at_the_run(run_folder: Path) -> None:
     ("arguments", "said"),
     [
         (["rollout.alpha=2"], "rollout.alpha=2: a replay trains what was sampled"),
-        (["algo.critic.enabled=true"], "algo.critic.enabled=true: a replay"),
+        (["algo.critic={}"], "algo.critic={}: a replay"),
         (["algo.losss=grpo"], "did you mean 'loss'"),
         (["--from", "2", "--to", "9"], "needs that of step 6; it has the batches of steps 0 to 5"),
         (["--trust", "much"], "--trust much: give"),

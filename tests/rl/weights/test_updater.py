@@ -209,12 +209,20 @@ def test_where_no_host_sees_the_bytes_the_probe_alone_judges(off: float, is_wron
     assert (fault(updater, loaded(0, 0, checksum=None, probe_logp=[-1.0 + off])) is not None) == is_wrong
 
 
-def test_a_generator_that_knows_no_checksum_has_not_received_what_has_one() -> None:
+@pytest.mark.parametrize(
+    ("sent", "received", "told"),
+    [
+        (100, None, "receipt of the receiver none, of the sender 0000000000000064"),
+        (None, 100, "receipt of the receiver 0000000000000064, of the sender none"),
+    ],
+)
+def test_a_channel_with_a_receipt_at_one_end_is_no_damage(sent: int | None, received: int | None, told: str) -> None:
     updater = core(1)
-    publish(updater, 0)
+    updater.publish(0.0, Version(0, 0), sent, [0, 1], [-1.0])
     updater.status(0, WeightStatus(0, 0, NOTHING))
-    message = fault(updater, loaded(0, 0, checksum=None))
-    assert message is not None and "received none, published 0000000000000064" in message
+    message = fault(updater, loaded(0, 0, checksum=received))
+    assert message is not None and told in message and "damaged" not in message
+    assert "both ends of weights.transport give a checksum, or neither" in message
 
 
 @pytest.mark.parametrize("off", [0.5, float("nan"), float("inf")])

@@ -24,7 +24,9 @@ def context() -> Iterator[zmq.SyncContext]:
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
-def test_only_the_holder_of_the_run_s_key_is_heard(make_run: MakeRun, context: zmq.SyncContext, transport: str) -> None:
+def test_only_the_holder_of_the_run_s_key_is_heard(
+    make_run: MakeRun, context: zmq.SyncContext, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(f"network.transport={transport}")
     assert (run.folder / "curve.key").stat().st_mode & 0o777 == 0o600
     steps = open_socket(zmq.ROUTER, run, "steps", bind=True, context=context)
@@ -35,9 +37,9 @@ def test_only_the_holder_of_the_run_s_key_is_heard(make_run: MakeRun, context: z
         )
 
     key = (run.folder / "curve.key").read_bytes()
-    run.config.network.curve = False  # a stranger who has found the socket
-    speak(1)
-    run.config.network.curve = True
+    with monkeypatch.context() as patch:
+        patch.setattr(sockets, "_secure", lambda *_, server: None)  # a stranger who has found the socket
+        speak(1)
     make_curve_key(run.folder)  # another run's
     speak(2)
     (run.folder / "curve.key").write_bytes(key)

@@ -328,8 +328,8 @@ def test_priorities(priority: str, issued: list[int], consumed: list[int]) -> No
     [
         ({"priority": "freshes"}, "did you mean 'freshest'"),
         ({"curriculum": "no.such:Thing"}, "cannot be imported"),
-        ({"curriculum": "success", "curriculum_options": {"floor": 0}}, "must lie in"),
-        ({"curriculum": "success", "curriculum_options": {"rest": 0}}, "rest=0 must be at least 1"),
+        ({"curriculum": {"success": {"floor": 0}}}, "must lie in"),
+        ({"curriculum": {"success": {"rest": 0}}}, "rest=0 must be at least 1"),
     ],
 )
 def test_bad_names_are_one_clear_error(changes: dict[str, Any], text: str) -> None:

@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.config.rollout import split_hook
+from rl.config.section import split_named
 from rl.wire.messages import Ticket, Trajectory, Version
 from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import (
@@ -294,7 +294,7 @@ class World:
             assert ticket.version == Version(self.timeline, self.published)
             others = [e for e in self.running.values() if e.ticket.sample_id == ticket.sample_id and not e.cancelled]
             assert all(other.server != action.server for other in others), "a second copy runs elsewhere"
-            assert len(others) <= any(split_hook(each)[0] == "hedging" for each in self.rules.hooks)
+            assert len(others) <= any(split_named(each)[0] == "hedging" for each in self.rules.hooks)
         self.running[ticket.ticket_id] = Episode(ticket, action.server)
         used = sum(episode.server == action.server for episode in self.running.values())
         assert used <= self.servers[action.server][1], "more tickets than seats"

@@ -13,6 +13,7 @@ import pytest
 
 from rl.wire.messages import Generate, Version
 from rl.wire.run import ProcessContext
+from rollout.generator.engines import simulated
 from rollout.generator.engines.base import Sampled
 from rollout.generator.engines.simulated import SimulatedEngine
 from rollout.generator.engines.timing import BatchModel, Event, SimulatedOptions, Timing
@@ -256,13 +257,17 @@ def test_versions_per_token_over_an_update(make_run: MakeRun, on_update: str) ->
     play(make_run, scenario, f"generator.on_update={on_update}", "generator.options.load_s=0.02", *slow)
 
 
-def test_a_drain_that_takes_too_long_does_not_block_the_roll(make_run: MakeRun) -> None:
+def test_a_drain_that_takes_too_long_does_not_block_the_roll(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulated, "DRAIN_S", 0.05)
+
     async def scenario(engine: SimulatedEngine, reader: FakeReceiver) -> None:
         sampled = await update_midway(engine, reader)
         assert set(sampled.policy_version) == {0, 1}
 
     slow = ("generator.options.decode_base_s=0.02", "generator.options.length_mean=200")
-    play(make_run, scenario, "generator.on_update=drain", "generator.drain_deadline_s=0.05", *slow)
+    play(make_run, scenario, "generator.on_update=drain", *slow)
 
 
 def test_torn_weights_are_read_again_and_the_newest_are_loaded(make_run: MakeRun) -> None:

@@ -120,10 +120,9 @@ def test_abort_restarts_what_was_running(rig: Rig) -> None:
         assert 400 < result.tokens_generated < 800  # the discarded ones count
 
 
-def test_drain_lets_running_requests_end_under_the_old_weights(rig: Rig) -> None:
+def test_drain_lets_running_requests_end_under_the_old_weights(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.engine.on_update = "drain"
-    drain_deadline_s = rig.run.config.generator.drain_deadline_s
-    rig.run.config.generator.drain_deadline_s = 240
+    monkeypatch.setattr("rollout.generator.engines.vllm.DRAIN_S", 240)
     before = [rig.request(prompt, max_tokens=60) for prompt in prompts(4)]
     during = rig.request(PROBE)
     rig.publish(rig.n + 1)
@@ -140,15 +139,13 @@ def test_drain_lets_running_requests_end_under_the_old_weights(rig: Rig) -> None
         return await asyncio.gather(*tasks), await late
 
     results, late = rig.call(run())
-    rig.run.config.generator.drain_deadline_s = drain_deadline_s
     assert all(result.policy_version == [rig.n - 1] * 60 for result in results)
     assert late.policy_version == [rig.n] * 24 and rig.error(during, late) < TOLERANCE
 
 
-def test_drain_falls_back_to_recompute_at_its_deadline(rig: Rig) -> None:
+def test_drain_falls_back_to_recompute_at_its_deadline(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.engine.on_update = "drain"
-    deadline_s = rig.run.config.generator.drain_deadline_s
-    rig.run.config.generator.drain_deadline_s = 0.01
+    monkeypatch.setattr("rollout.generator.engines.vllm.DRAIN_S", 0.01)
     request = rig.request(PROBE, max_tokens=400)
     rig.publish(rig.n + 1)
 
@@ -160,7 +157,6 @@ def test_drain_falls_back_to_recompute_at_its_deadline(rig: Rig) -> None:
         return await task
 
     result = rig.call(run())
-    rig.run.config.generator.drain_deadline_s = deadline_s
     assert set(result.policy_version) == {rig.n - 1, rig.n}
     assert rig.error(request, result) < TOLERANCE
 

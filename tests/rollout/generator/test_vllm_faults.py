@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rl.weights.updater import TOLERANCE, Expected, LoadProof
+from rl.weights.updater import Expected, LoadProof, tolerance
 from rl.wire.messages import Version, WeightStatus
 from tests.rollout.generator.vllm_rig import PROBE, Rig
 
@@ -41,7 +41,7 @@ def test_the_proof_sees_what_the_engine_holds(rig: Rig, fault: str) -> None:
         "stale head": new | {"lm_head.weight": old["lm_head.weight"]},
     }[fault]
 
-    proof = LoadProof(TOLERANCE["float32"], probe=True)
+    proof = LoadProof(tolerance(rig.run.config), probe=True)
     for weights, arrived in ((old, old), (new, applied)):
         status = loaded(rig, arrived)
         proof.add(Expected(status.version, status.checksum, tuple(PROBE), probe(rig.model(0), weights)))

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl.weights.updater import TOLERANCE, Expected, LoadProof
+from rl.config.schema import load_config
+from rl.weights.updater import Expected, LoadProof, tolerance
 from rl.wire.messages import Fatal, WeightStatus
 from rollout.generator.engines.base import Sampled
 from tests.conftest import MakeRun
@@ -24,7 +25,7 @@ from tests.rollout.generator.test_vllm_process import Experts
 from tests.rollout.generator.vllm_rig import PROBE, Rig, running
 
 DTYPE = "bfloat16"
-NATS = TOLERANCE[DTYPE]
+NATS = tolerance(load_config(None, [f"generator.dtype={DTYPE}"]))
 LONG = [1 + (3 * i) % 250 for i in range(440)]
 
 pytestmark = [
@@ -108,8 +109,7 @@ def test_no_prefix_of_old_weights_is_found_after_an_update(rig: Rig) -> None:
 
 def test_the_cache_has_the_size_that_was_asked_for(rig: Rig) -> None:
     config = rig.run.config.generator
-    assert config.kv_cache_bytes is not None
-    per_token = config.kv_cache_bytes / rig.info.kv_tokens
+    per_token = config.options["kv_cache_bytes"] / rig.info.kv_tokens
     assert per_token == pytest.approx(2 * 2 * 2 * 32 * 2, rel=0.1)  # keys and values, layers, heads, numbers, bytes
 
 

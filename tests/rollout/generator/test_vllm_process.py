@@ -24,7 +24,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl.weights.channel import Placement
-from rl.weights.updater import TOLERANCE, Expected, LoadProof
+from rl.weights.updater import Expected, LoadProof, tolerance
 from rl.wire.messages import Fatal, Message, Version, WeightNotice, WeightStatus
 from rl.wire.sockets import send
 from rollout.generator.engines.environment import engine_environment
@@ -59,7 +59,7 @@ class Experts:
         self.model(0).save_pretrained(folder)
         settings = [f"generator.dtype={dtype}", "generator.max_model_len=512", "generator.max_num_seqs=4"]
         settings += ["generator.options.enforce_eager=false", "generator.options.own_process=true"]
-        settings += ["generator.kv_cache_bytes=8388608", f"weights.deadline_s={DEADLINE_S[dtype]}"]
+        settings += ["generator.options.kv_cache_bytes=8388608", f"weights.deadline_s={DEADLINE_S[dtype]}"]
         self.run = make_run(*settings, model_folder=folder, device=device)
         entries = [(name, tuple(tensor.shape), dtype) for name, tensor in self.model(0).named_parameters()]
         os.environ.update(engine_environment(self.run.config, device))
@@ -109,7 +109,7 @@ def experts(request: pytest.FixtureRequest, make_run: MakeRun, tmp_path: Path) -
 @pytest.mark.docs
 @pytest.mark.slow
 def test_experts_are_loaded_again_and_a_dead_engine_ends_the_generator(experts: Experts) -> None:
-    proof = LoadProof(TOLERANCE[experts.dtype], probe=True)
+    proof = LoadProof(tolerance(experts.run.config), probe=True)
     for n in range(3):
         status, expected = experts.load(n)
         proof.add(expected)

@@ -55,7 +55,7 @@ def sh(command: str) -> str:
 
 
 class Machines:
-    """shared: folders below /tmp that a machine sees, by its number. hidden: folders elsewhere that are empty there."""
+    """shared: folders below /tmp that a machine sees, by its number; elsewhere it sees all but `hidden`."""
 
     def __init__(
         self,
@@ -95,8 +95,11 @@ class Machines:
         own.mkdir()
         mounts = []
         for folder in self._shared.get(number, ()):
+            if not folder.is_relative_to("/tmp"):
+                continue
             (own / folder.relative_to("/tmp")).mkdir(parents=True)
             mounts.append(f"mount --bind {folder} {own / folder.relative_to('/tmp')}")
+
         hidden = [f"mount -t tmpfs hidden {folder}" for folder in self._hidden.get(number, ())]
         boot = _BOOT.format(host=f"node{number}", shared="\n".join(mounts), tmp=own, hidden="\n".join(hidden))
         spaces = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -124,17 +127,17 @@ class Machines:
         return self.begin(number, ["sh", "-ec", command], stdout=subprocess.PIPE).communicate(timeout=60)[0]
 
     def processes(self, number: int) -> list[str]:
-        """The command lines of what lives there, but for the machine itself."""
+        """The command lines of what lives there, also in pid namespaces of its own, but for the machine itself."""
+        power = self._power[number]
         listed = subprocess.run(
-            ["pgrep", "--ns", str(self._power[number].pid), "--nslist", "pid", "-r", "RSDT"],
-            capture_output=True,
-            text=True,
+            ["pgrep", "--ns", str(power.pid), "--nslist", "net", "-r", "RSDT"], capture_output=True, text=True
         )
         found = []
-        for pid in listed.stdout.split():
-            words = Path("/proc", pid, "cmdline")
-            line = words.read_text().replace("\0", " ").strip() if words.exists() else ""
-            if int(pid) != self._power[number].pid and line and not line.startswith("sleep 1000"):
+        for pid in {*map(int, listed.stdout.split())} - {power.pid, power.ppid()}:
+            line = ""
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+            if line and not line.startswith(("sleep 1000", "nsenter ")):
                 found.append(line)
         return found
 

@@ -11,5 +11,6 @@ ruff format --check .
 mypy
 python -m pytest "$@"
 if [ $# -eq 0 ]; then
+    source tests/engines.sh
     python -m pytest -n 3 -m "families or docs" # what a plain pytest leaves out: whole runs
 fi

@@ -1,7 +1,7 @@
 """`cluster.engine=ssh`, `slurm` and `ray`, with a real sshd, slurmctld and raylets on machines of one box.
 
 SLURM: $FRESCO_TEST_SLURM names a folder with the unpacked packages (tests/slurm.sh). Ray: $FRESCO_TEST_RAY names a
-Python that has both Ray and Fresco's packages.
+Python that has both Ray and Fresco's packages. `tests/engines.sh` makes both.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,10 @@ from tests.test_machines import wait_for
 SLURM = os.environ.get("FRESCO_TEST_SLURM", "")
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin") if shutil.which("ssh") else None
 RAY = os.environ.get("FRESCO_TEST_RAY", "")
+RAY_HOME = Path(RAY).parent.parent
+NO_SLURM = "no SLURM: FRESCO_TEST_SLURM names the folder of its unpacked packages (tests/engines.sh)"
+NO_RAY = "no Ray: FRESCO_TEST_RAY names a Python that has it, and our packages (tests/engines.sh)"
+OURS = re.compile(r"-m (launch|rl|rollout|envs)\.")
 ROOT = Path(__file__).parent.parent
 COUNT = 2
 NOT_SENT = [".git", ".venv*", "build", "docs", "runs", "tests"]
@@ -56,7 +61,7 @@ def begin(
 def ours(machines: Machines) -> list[str]:
     """What of ours runs on any machine."""
     numbers = range(1, machines.count + 1)
-    return [line for number in numbers for line in machines.processes(number) if "launch." in line]
+    return [line for number in numbers for line in machines.processes(number) if OURS.search(line)]
 
 
 def run(
@@ -101,6 +106,39 @@ def with_sshd(machines: Machines, folder: Path) -> None:
         machines.run(1, f"echo '{machines.address(number)} {key.strip()}' >> {home}/known_hosts")
 
 
+def with_slurm(machines: Machines, folder: Path) -> None:
+    """A controller on machine 1 and a daemon on each; all see the folder."""
+    (folder / "munge.key").write_bytes(os.urandom(1024))
+    for number in range(1, machines.count + 1):
+        boot = ["bash", str(ROOT / "tests" / "slurm.sh"), str(folder), SLURM, str(number), str(machines.count)]
+        booted = machines.begin(number, boot, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert booted.wait(PATIENCE_S) == 0, booted.communicate()[0]
+
+    def idle() -> str:
+        return machines.run(1, "sinfo -h -o '%D %t' || true").strip()
+
+    wait_for(lambda: idle() == f"{machines.count} idle", idle)
+
+
+def with_ray(machines: Machines, dashboard: bool = False) -> dict[str, str]:
+    """A raylet on each machine. Returns the environment of who begins a run there: without our code, which comes with
+    the job."""
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | quiet | {"PATH": f"{RAY_HOME}/bin:{os.environ['PATH']}"}
+    environment.pop("PYTHONPATH", None)
+    shown = f"--include-dashboard={str(dashboard).lower()}", f"--dashboard-host={machines.address(1)}"
+
+    for number in range(1, machines.count + 1):
+        where = ["--head", "--port=6379", *shown] if number == 1 else [f"--address={machines.address(1)}:6379"]
+        start = [f"{RAY_HOME}/bin/ray", "start", *where, f"--node-ip-address={machines.address(number)}"]
+        sizes = ["--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats"]
+        options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        started = machines.begin(number, [*start, *sizes], cwd="/tmp", env=environment, **options)
+        said = started.communicate(timeout=PATIENCE_S)[0]
+        assert started.returncode == 0, said
+    return environment
+
+
 @pytest.mark.skipif(not SSHD, reason="no sshd: apt-get install openssh-server")
 @pytest.mark.parametrize("ends", ["in order", "by a kill of the head"])
 def test_a_real_sshd_starts_an_agent_that_dies_with_the_run(tmp_path: Path, ends: str) -> None:
@@ -121,53 +159,29 @@ def test_a_real_sshd_starts_an_agent_that_dies_with_the_run(tmp_path: Path, ends
             wait_for(lambda: not ours(machines), lambda: "\n".join(ours(machines)))
 
 
-@pytest.mark.skipif(not SLURM, reason="no SLURM: FRESCO_TEST_SLURM names the folder of its unpacked packages")
+@pytest.mark.skipif(not SLURM, reason=NO_SLURM)
 def test_slurm_starts_an_agent_on_each_machine(tmp_path: Path) -> None:
-    (tmp_path / "munge.key").write_bytes(os.urandom(1024))
     shared = {number: [tmp_path, Path(SLURM)] for number in range(1, COUNT + 1)}
     with Machines(COUNT, shared=shared) as machines:
-        for number in range(1, COUNT + 1):
-            boot = ["bash", str(ROOT / "tests" / "slurm.sh"), str(tmp_path), SLURM, str(number), str(COUNT)]
-            booted = machines.begin(number, boot, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-            assert booted.wait(PATIENCE_S) == 0, booted.communicate()[0]
-
-        def idle() -> str:
-            return machines.run(1, "sinfo -h -o '%D %t' || true").strip()
-
-        wait_for(lambda: idle() == f"{COUNT} idle", idle)
+        with_slurm(machines, tmp_path)
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         assert run(machines, sys.executable, "slurm", tmp_path, environment)["steps"] == 3
         assert len(list(tmp_path.glob("fresco-agent-*.log"))) == COUNT
         wait_for(lambda: not machines.run(1, "squeue -h").strip(), lambda: "jobs are left")
 
 
-@pytest.mark.skipif(not RAY, reason="no Ray: FRESCO_TEST_RAY names a Python that has it, and our packages")
+@pytest.mark.skipif(not RAY, reason=NO_RAY)
 @pytest.mark.parametrize("how", ["a driver", "a job"])
 def test_ray_starts_an_agent_on_each_machine(tmp_path: Path, how: str) -> None:
     """A job is submitted by `ray job submit`, for which Ray needs the packages of `ray[default]`."""
-    home = Path(RAY).parents[1]
     if how == "a job" and subprocess.run([RAY, "-c", "import ray.dashboard.optional_deps"]).returncode:
         pytest.skip("no ray[default] in the Python of FRESCO_TEST_RAY")
-    seen = [tmp_path, home] if home.is_relative_to("/tmp") else [tmp_path]
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
-    environment = os.environ | quiet | {"PATH": f"{home}/bin:{os.environ['PATH']}"}
-    environment.pop("PYTHONPATH", None)  # the code comes with the job
-    with Machines(COUNT, shared={number: seen for number in range(1, COUNT + 1)}) as machines:
-        for number in range(1, COUNT + 1):
-            dashboard = ["--include-dashboard=true", f"--dashboard-host={machines.address(1)}"]
-            first = ["--head", "--port=6379", *(dashboard if how == "a job" else ["--include-dashboard=false"])]
-            where = first if number == 1 else [f"--address={machines.address(1)}:6379"]
-            start = [f"{home}/bin/ray", "start", *where, f"--node-ip-address={machines.address(number)}"]
-            sizes = ["--num-cpus=4", "--object-store-memory=80000000", "--disable-usage-stats"]
-            options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            started = machines.begin(number, [*start, *sizes], cwd="/tmp", env=environment, **options)
-            said = started.communicate(timeout=PATIENCE_S)[0]
-            assert started.returncode == 0, said
-
+    with Machines(COUNT, shared={number: [tmp_path, RAY_HOME] for number in range(1, COUNT + 1)}) as machines:
+        environment = with_ray(machines, dashboard=how == "a job")
         if how == "a job":
             address = f"http://{machines.address(1)}:8265"
             code = ["--working-dir", str(ROOT), "--runtime-env-json", json.dumps({"excludes": NOT_SENT})]
-            submit = [f"{home}/bin/ray", "job", "submit", "--address", address, *code, "--"]
+            submit = [f"{RAY_HOME}/bin/ray", "job", "submit", "--address", address, *code, "--"]
             assert run(machines, RAY, "ray", tmp_path, environment, submit)["steps"] == 3
             assert "succeeded" in (tmp_path / "head.log").read_text()
         else:

@@ -8,16 +8,13 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import pytest
 
 from experiments.machines import Machines, missing
-from rl.store.batch_files import read_batch_parts
-from rl.store.made_once import cache_folder
 
 pytestmark = [pytest.mark.docs, pytest.mark.skipif(bool(missing()), reason=f"several machines on one box: {missing()}")]
 ROOT = Path(__file__).parent.parent
@@ -27,22 +24,36 @@ PLACE = "cluster.place={learner: [1, 2], generator: [2, 3], env_server: [4]}"
 
 
 class Run:
-    """`fresco run` on machine 1, with an agent on each. Only 1 and 2 see the folder of runs."""
+    """`fresco run` on machine 1, with an agent on each of four: they join by hand, or `engine` brings them.
 
-    def __init__(self, machines: Machines, runs: Path, recipe: str, *overrides: str) -> None:
+    environment: of the head, beside what is there.
+    """
+
+    def __init__(
+        self,
+        machines: Machines,
+        runs: Path,
+        recipe: str,
+        *overrides: str,
+        engine: str = "local",
+        python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.machines = machines
         self.folder = runs / recipe
         self.recipe = recipe
-        self.environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        told = ("network.transport=tcp", f"network.host={machines.address(1)}", "cluster.nodes=4", PLACE)
-        command = [sys.executable, "-m", "launch.cli", "run", recipe, f"runs={runs}", f"cluster.lease_s={LEASE_S:g}"]
+        self.environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | dict(environment or {})
+
+        network = ("network.transport=tcp", f"network.host={machines.address(1)}")
+        cluster = (f"cluster.engine={engine}", "cluster.nodes=4", f"cluster.lease_s={LEASE_S:g}", PLACE)
+        command = [python, "-m", "launch.cli", "run", recipe, f"runs={runs}", *network, *cluster, *overrides]
         self.log = runs / "head.log"
         with self.log.open("w") as log:
-            self.head = machines.begin(
-                1, [*command, *told, *overrides], cwd=ROOT, env=self.environment, stdout=log, stderr=log
-            )
+            self.head = machines.begin(1, command, cwd=runs, env=self.environment, stdout=log, stderr=log)
+
         self.agents: dict[int, subprocess.Popen[str]] = {}
-        self.join_all(1, 2, 3, 4)
+        if engine == "local":
+            self.join_all(1, 2, 3, 4)
 
     def join_all(self, *numbers: int) -> None:
         def found() -> list[str]:
@@ -138,47 +149,3 @@ def test_machines_are_cut_off_killed_and_join_late_and_the_last_step_is_reached(
         for number in (1, 3, 5):
             assert run.agents[number].wait(PATIENCE_S) == 0
             assert not machines.processes(number)
-
-
-def test_on_four_machines_a_run_without_lag_trains_what_it_trains_on_one(tmp_path: Path) -> None:
-    """Real engines, ranks on two machines. Machines 3 and 4 see nothing of the run, and get the model's files from the
-    head."""
-    alike = (
-        "steps=3",
-        "rollout.alpha=0",
-        "sampling.seeded=true",
-        "tracking.replay=full",
-        "eval.tasks=16",
-        "tracking.wandb=disabled",
-    )
-    one = tmp_path / "one"
-    one.mkdir()
-    command = [sys.executable, "-m", "launch.cli", "run", "math_cpu", f"runs={one}", *alike]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=PATIENCE_S)
-    four = tmp_path / "four"
-    four.mkdir()
-    hidden = {number: [cache_folder()] for number in (3, 4)}
-    with Machines(4, shared={1: [tmp_path], 2: [tmp_path]}, hidden=hidden) as machines:
-        run = Run(machines, four, "math_cpu", *alike)
-        run.end()
-        assert all(agent.wait(PATIENCE_S) == 0 for agent in run.agents.values())
-        assert not any(machines.processes(number) for number in (1, 2, 3, 4))
-
-    assert len(losses(one)) == 3 and losses(four) == pytest.approx(losses(one), rel=1e-4, abs=1e-6)
-    for step in range(3):
-        assert batch(four, step) == batch(one, step)
-
-
-def losses(runs: Path) -> list[float]:
-    rows = map(json.loads, (runs / "math_cpu" / "metrics.jsonl").read_text().splitlines())
-    return [row["train/loss"] for row in rows if "train/loss" in row]
-
-
-def batch(runs: Path, step: int) -> dict[int, list[int]]:
-    """Its tokens, by sample."""
-    found: dict[int, list[int]] = {}
-    for part in (each for each in read_batch_parts(runs / "math_cpu") if each.step == step):
-        ends = np.cumsum(part.lengths)
-        for member, end, length in zip(part.members, ends, part.lengths, strict=True):
-            found.setdefault(part.rows[member].sample_id, []).extend(part.token_ids[end - length : end].tolist())
-    return found

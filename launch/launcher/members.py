@@ -112,7 +112,8 @@ class Members:
         nobody has room for it.
 
         With GPUs the first that has enough free, so that ranks stand together; else the one with the fewest processes.
-        For ranks one that sees the head's folder, if there is one.
+        For rank 0, which writes what a run keeps, first of all one that sees the head's folder; for others such a one
+        where that is all the same.
         """
         staying = [each for each in self.by_agent.values() if not each.leaving and len(each.free) >= gpus]
         planned = [each for each in staying if each.number <= self._nodes] or staying
@@ -124,7 +125,8 @@ class Members:
 
         def cost(each: Member) -> tuple[object, ...]:
             copied = name.startswith(KEEPS) and not each.sees
-            return each.number != home, copied, 0 if gpus else len(each.holds), each.number
+            writes = name.startswith(f"{KEEPS}.0.")
+            return each.number != home, writes and copied, 0 if gpus else len(each.holds), copied, each.number
 
         chosen = min(allowed, key=cost)
         self._homes.setdefault(_process(name), chosen.number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
@@ -159,6 +160,16 @@ def test_ranks_with_gpus_fill_a_machine_and_workers_spread_over_all() -> None:
 
     spread = [members.assign(f"env_server.{index}.0", 0) for index in range(4)]
     assert [each and each.number for each in spread] == [2, 1, 2, 1]
+
+
+@pytest.mark.parametrize(("gpus", "stand"), [(0, [3, 1, 2]), (1, [3, 3, 1])])
+def test_rank_0_stands_where_the_runs_folder_is_seen_and_the_others_as_told(gpus: int, stand: list[int]) -> None:
+    """Rank 0 alone writes there, so that others need not crowd it; those with GPUs stay near, while there is room."""
+    members = Members(3, 25.0, {"learner": [1, 2, 3]})
+    for number in (1, 2, 3):
+        members.join(0.0, b"%d" % number, ["0", "1"]).sees = number == 3
+    placed = [members.assign(f"learner.{rank}.0", gpus) for rank in range(3)]
+    assert [each and each.number for each in placed] == stand
 
 
 def test_what_came_back_with_its_machine_has_its_gpus_and_its_home() -> None:

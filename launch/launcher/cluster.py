@@ -328,6 +328,8 @@ class ClusterLauncher:
                 self._joined.set()
 
         self._copying.copies.offered(member.agent, beat.made)
+        if self._copying.copies.place == b"" and member is self._members.holder():
+            self._copying.hold(member.agent, beat.made)
         for name, (offset, data) in beat.logs.items():
             if (handle := self._handles.get(name)) is not None:
                 handle.read(offset, data)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
-from launch.launcher.copies import TIMELINES, Copies
+from launch.launcher.copies import TIMELINES, Copies, step_of
 from launch.launcher.folders import Fetcher, Opened, drop, forget_others, made_in
 from launch.launcher.node_messages import Ask, Begin, FromHead, Part, Sent, Want, boot_time
-from rl.store.digests import DIGESTS
 from rl.wire.run import RunFile
 
 _AGAIN_S = 2.0
+_IDLE_S = 30.0  # after which a machine that asks for no part of a checkpoint is told of a newer one
 
 
 class Copying:
@@ -29,6 +29,8 @@ class Copying:
         self._incarnation = ""  # of the ranks
         self._begin: Begin | None = None  # what its rank 0 was told
         self._sending: Opened | None = None
+        self._second: Opened | None = None  # what another machine is to hold as well
+        self._asked_for_at = 0.0
 
     # ------------------------------------------------------------ the ranks begin
 
@@ -57,6 +59,7 @@ class Copying:
     def _rank_0_begins(self, incarnation: int, place: bytes, several: bool) -> Begin | None:
         self._fetcher.cancel()
         self._under_way = None
+        self._close_second()
         if not self.copies.begin(place, made_in(self._run.folder), always=several):
             return None
         if not place:
@@ -72,9 +75,35 @@ class Copying:
         return Begin(timeline, name, self.copies.held.get(name, ""), self._sending.files if self._sending else {})
 
     def part(self, ask: Ask) -> Part | None:
-        """Of the checkpoint from which the ranks begin. Raises ProtocolError."""
-        is_ours = self._sending is not None and ask.file in self._sending.files
-        return self._sending.part(ask) if self._sending is not None and is_ours else None
+        """Of the checkpoint from which the ranks begin, or that another machine is to hold. Raises ProtocolError."""
+        for opened in (self._second, self._sending):
+            if opened is not None and ask.file in opened.files:
+                self._asked_for_at = boot_time()
+                return opened.part(ask)
+        return None
+
+    def hold(self, agent: bytes, made: Mapping[str, str]) -> None:
+        """The ranks write into the head's folder, which its machine alone may have: this one is to hold the newest
+        checkpoint as well. made: what it has. Call it at each of its beats."""
+        known = self._second
+        if known is not None and made.get(known.name) != known.digest and boot_time() < self._asked_for_at + _IDLE_S:
+            self._send(agent, Sent(known.name, known.files))
+            return
+
+        self._close_second()
+        here = made_in(self._run.folder)
+        name = max(here, key=step_of, default="")
+        if step_of(name) < 0 or made.get(name) == here[name]:
+            return
+        self._asked_for_at = boot_time()
+        with contextlib.suppress(OSError):  # replaced just now
+            self._second = Opened(self._run.folder, name)
+            self._send(agent, Sent(name, self._second.files))
+
+    def _close_second(self) -> None:
+        if self._second is not None:
+            self._second.close()
+        self._second = None
 
     # ------------------------------------------------------------ what they make is copied
 
@@ -102,10 +131,9 @@ class Copying:
     def sent(self, agent: bytes, sent: Sent) -> None:
         """What a wanted folder consists of. Raises ProtocolError."""
         wanted = self.copies.wanted()
-        listed = sent.files.get(f"{sent.name}/{DIGESTS}")
-        if agent != self.copies.place or wanted is None or listed is None or self._fetcher.is_busy:
+        if agent != self.copies.place or wanted is None or self._fetcher.is_busy:
             return
-        if wanted == (sent.name, listed.digest):
+        if wanted == (sent.name, sent.digest):
             with self._telling():
                 self._under_way = wanted
                 self._fetcher.begin(sent.name, sent.files)
@@ -142,5 +170,6 @@ class Copying:
 
     def close(self) -> None:
         self._fetcher.close()
+        self._close_second()
         if self._sending is not None:
             self._sending.close()

@@ -47,6 +47,7 @@ class Opened:
 
     def __init__(self, run: Path, name: str) -> None:
         """Raises OSError: it is gone."""
+        self.name = name
         self.files: dict[str, File] = {}
         self._open: dict[str, int] = {}
         try:
@@ -57,6 +58,11 @@ class Opened:
         except OSError:
             self.close()
             raise
+
+    @property
+    def digest(self) -> str:
+        """Of its digests."""
+        return self.files[f"{self.name}/{DIGESTS}"].digest
 
     def part(self, ask: Ask) -> Part:
         """Raises ProtocolError for what is no part of it."""
@@ -134,6 +140,11 @@ class Fetcher:
     @property
     def is_busy(self) -> bool:
         return self._arriving is not None
+
+    @property
+    def is_finishing(self) -> bool:
+        """Whether all of it is here; to cancel it takes a while."""
+        return self._arriving is not None and self._arriving.is_complete
 
     def begin(self, name: str, files: Mapping[str, File]) -> None:
         """Raises ProtocolError. Only when it is not busy."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import zmq
 from msgspec import Struct
 
+from rl.store.digests import DIGESTS
 from rl.wire.codec import Codec
 from rl.wire.run import RunFile
 from rl.wire.sockets import HIGH_WATER_MARK
@@ -66,10 +67,17 @@ class Back(Struct, frozen=True, tag="back"):
 
 
 class Sent(Struct, frozen=True, tag="sent"):
-    """The answer to Want: the files of the folder; none where it is gone."""
+    """The answer to Want: the files of the folder; none where it is gone. From the head: a checkpoint that a machine is
+    to hold as well."""
 
     name: str
     files: dict[str, File]  # by path, as `checkpoints/step-40/meta.json`
+
+    @property
+    def digest(self) -> str:
+        """Of its digests; empty where it has none."""
+        listed = self.files.get(f"{self.name}/{DIGESTS}")
+        return listed.digest if listed is not None else ""
 
 
 class Ask(Struct, frozen=True, tag="ask"):
@@ -145,7 +153,7 @@ class Part(Struct, frozen=True, tag="part"):
 
 
 FromAgent = Hello | Beat | Back | Sent | Ask | Part
-FromHead = Welcome | Who | Refused | Orders | Want | Ask | Part
+FromHead = Welcome | Who | Refused | Orders | Want | Sent | Ask | Part
 codec: Codec[FromAgent | FromHead] = Codec(FromAgent | FromHead)
 
 

@@ -15,7 +15,7 @@ import zmq
 
 from launch.launcher.cluster import ClusterLauncher
 from launch.launcher.copies import TIMELINES
-from launch.launcher.folders import Opened, made_in
+from launch.launcher.folders import Fetcher, Opened, made_in
 from launch.launcher.head_file import Before, Began, HeadFile, Listens, Machine, read_before
 from launch.launcher.node_messages import (
     KEY_FILE,
@@ -39,7 +39,7 @@ from launch.launcher.node_messages import (
 from launch.launcher.protocol import Handle, Spec
 from rl.config.schema import ConfigError, load_config
 from rl.observe.trace import boot_id
-from rl.store.checkpoint_folder import Meta, begin, commit, latest
+from rl.store.checkpoint_folder import Meta, begin, commit, latest, read_journal
 from rl.wire.run import RunFile, key_pair
 from rl.wire.sockets import make_curve_key
 from tests.conftest import MakeRun
@@ -63,10 +63,14 @@ class FakeAgent:
     def hear(self, kind: type[M], is_it: Callable[[M], bool] = lambda _: True) -> M:
         until = time.monotonic() + PATIENCE_S
         while self.socket.poll(int(1000 * max(0.0, until - time.monotonic()))):
-            message = codec.decode(self.socket.recv_multipart())
+            message = self.hear_any()
             if isinstance(message, kind) and is_it(message):
                 return message
         raise TimeoutError(f"no such {kind.__name__}")
+
+    def hear_any(self) -> FromAgent | FromHead:
+        assert self.socket.poll(1000 * PATIENCE_S)
+        return codec.decode(self.socket.recv_multipart())
 
     def join(self) -> Welcome:
         self.say(Hello(0, ["7", "8"], code_hash()))
@@ -307,6 +311,53 @@ def test_what_an_unshared_learner_saves_is_copied_and_fetched_where_its_ranks_go
     for file in opened.files:
         stranger.say(Ask(file, 0))
         assert stranger.hear(Part) == opened.part(Ask(file, 0))
+
+
+def offered(agent: FakeAgent, **states: int | None) -> Sent | None:
+    """What an agent is to hold, as the answer to its beat says."""
+    agent.beats += 1
+    named = {".".join(name.rsplit("_", 2)): code for name, code in states.items()}
+    agent.say(Beat(agent.beats, named, {}, agent.sees, False, agent.made))
+    found = None
+    while not isinstance(message := agent.hear_any(), Orders) or message.beat != agent.beats:
+        found = message if isinstance(message, Sent) else found
+    return found
+
+
+def test_what_stands_in_the_heads_folder_is_held_by_another_machine_as_well(head: Head, tmp_path: Path) -> None:
+    seeing, other, third = (FakeAgent(head.launcher, head.key, b"agent.%d" % number) for number in (1, 2, 3))
+    other.sees = third.sees = False
+    for agent in (seeing, other, third):
+        agent.join()
+    head.start("learner.0.0")
+    assert seeing.beat().start and offered(other) is None, "there is none yet"
+
+    folder = head.run.folder / "checkpoints"
+    for step in (4, 8):
+        begin(folder, step)
+        commit(folder, Meta(step, 0, 1), f"journal of {step}".encode(), keep=1)
+        sent = offered(other)
+        assert sent is not None and sent.name == f"checkpoints/step-{step}"
+        begin(folder, step + 1)
+        commit(folder, Meta(step + 1, 0, 1), b"newer", keep=1)
+        assert offered(other) == sent, "it is sent to its end, though it has no name any more"
+        assert offered(seeing, learner_0_0=None) is None and offered(third) is None
+
+        fetcher = Fetcher(tmp_path / "there")
+        fetcher.begin(sent.name, sent.files)
+        while not (whole := fetcher.ended()):
+            assert whole is None
+            for ask in fetcher.asks(0.0):
+                other.say(ask)
+                assert fetcher.take(other.hear(Part), 0.0)
+        fetcher.close()
+        other.made = made_in(tmp_path / "there")
+        assert read_journal(tmp_path / "there" / sent.name) == f"journal of {step}".encode()
+
+        newer = offered(other)
+        assert newer is not None and newer.name == f"checkpoints/step-{step + 1}"
+        other.made = {newer.name: newer.digest}
+        assert offered(other) is None
 
 
 def test_agents_of_the_head_before_come_back_with_what_lives_there(run: RunFile) -> None:

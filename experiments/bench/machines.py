@@ -4,11 +4,12 @@
 
 The machines are network namespaces (it takes root, `ip` and `tc`). The engines are simulated and the processes real: a
 rank of the learner on machines 1 and 2, generators on 2 and 3, environments on 4. The cable of machine 3 is out for a
-third of a lease, and then until the lease is over. 3 joins again, 4 is powered off, 5 joins in its place, and at last 2
-is powered off.
+third of a lease, and then until the lease is over. 3 joins again, 4 is powered off, and 5 joins in its place. The head
+is killed and begun again at once, then killed and begun again when no agent is left. At last 2 is powered off.
 
 Seconds: from the event until training has been calm again for some steps, less what as many steps took before it.
-Tokens: those that were sampled by then, and are lost or of samples that ended without being trained.
+Tokens: those that were sampled by then, and are lost or of samples that ended without being trained. Where steps are
+taken back with all that was sampled since, they are those of these steps, and of samples that were on their way.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+import psutil
 
 from experiments.bench._measuring import parser_of, write
 from experiments.bench._ratios import Idle, provenance
@@ -46,6 +49,10 @@ class Row(NamedTuple):
     """By the clock on the wall."""
     unused: float
     """Tokens so far that are lost, or of samples that ended without being trained."""
+    tokens: float = 0.0
+    """Of its batch."""
+    open: float = 0.0
+    """Of samples that were not trained yet and had not ended; each counts as many as those of the batch."""
 
 
 class Cost(NamedTuple):
@@ -64,12 +71,37 @@ class Run:
         command = [*_fresco("run", "simulated"), f"runs={folder}", *network, f"cluster.nodes={NODES}", *SETTINGS]
         self._log = folder / "head.log"
         self._head = self._begin(1, command, self._log)
+        self._agents: list[subprocess.Popen[str]] = []
+        self._join_all(range(1, NODES + 1))
 
+    def _join_all(self, machines: Sequence[int]) -> None:
+        """The machines of the plan, once the head has an address."""
         self.wait(lambda: "fresco join " in self.said(), "the head's address")
         (self._address,) = re.findall(r"fresco join (\S+)", self.said())
-        self._agents: list[subprocess.Popen[str]] = []
-        for number in range(1, NODES + 1):
-            self.join(number, number)
+        for number, machine in enumerate(machines, 1):
+            self.join(machine, number)
+
+    def kill_head(self) -> None:
+        """The process alone; its children die with it."""
+        (head,) = psutil.Process(self._head.pid).children()
+        head.kill()
+        self._head.wait()
+
+    def begin_head(self) -> None:
+        """In the place of the one before."""
+        self._log = self._folder / f"head{len(self._agents)}.log"
+        self._head = self._begin(1, _fresco("head", "--resume", str(self._folder / "simulated")), self._log)
+
+    def await_return(self) -> None:
+        """Of all agents to the head that has just begun."""
+        self.wait(lambda: len(re.findall(r"machine \d+ is back", self.said())) == NODES, "all agents")
+
+    def begin_anew(self, machines: Sequence[int]) -> None:
+        """A head, once no agent is left, and agents on these machines."""
+        for agent in self._agents:
+            agent.wait(_WAIT_S)
+        self.begin_head()
+        self._join_all(machines)
 
     def join(self, machine: int, number: int) -> None:
         """number: whose place it takes in the run."""
@@ -95,7 +127,11 @@ class Run:
         found: dict[int, Row] = {}
         for row in read_rows(self._folder / "simulated"):
             if "train/loss" in row:
-                found.setdefault(row["step"], Row(row["step"], row["time"], row["broker/unused_tokens"]))
+                lengths = row.get("histogram/length", [0.0])
+                on_their_way = sum(count for name, count in row.items() if name.startswith("queue/"))
+                open_tokens = on_their_way * statistics.mean(lengths)
+                known = row["step"], row["time"], row["broker/unused_tokens"], sum(lengths), open_tokens
+                found.setdefault(row["step"], Row(*known))
         return list(found.values())
 
     def wait_for_steps(self, more: int) -> None:
@@ -135,7 +171,15 @@ def cost_of(before: list[Row], after: list[Row], begun: float) -> Cost:
     calm = before[-_CALM - 1 :]
     pace_s = statistics.median(later.at - row.at for row, later in pairwise(calm))
     last = after[-1]
-    return Cost(last.at - begun - pace_s * (last.step - before[-1].step), last.unused - before[-1].unused)
+    seconds = last.at - begun - pace_s * (last.step - before[-1].step)
+
+    kept = max(set(before) & set(after))
+    taken_back = [row for row in before if row.step > kept.step]
+    tokens = last.unused - kept.unused
+    if taken_back:
+        ended = taken_back[-1]
+        tokens += sum(row.tokens for row in taken_back) + ended.open + ended.unused - kept.unused
+    return Cost(seconds, tokens)
 
 
 def costs(lease_s: float) -> dict[str, Cost]:
@@ -168,12 +212,23 @@ def costs(lease_s: float) -> dict[str, Cost]:
                 run.join(machine, number)
                 run.wait(lambda: told in run.said(), told)
 
+            def head_at_once() -> None:
+                run.kill_head()
+                run.begin_head()
+                run.await_return()
+
+            def head_later() -> None:
+                run.kill_head()
+                run.begin_anew([1, 2, 3, SPARE])
+
             events: dict[str, Callable[[], None]] = {
                 "a cable out for a third of a lease": glitch,
                 "a machine with a generator cut off": cut,
                 "it joins again": lambda: join(3, 3),
                 "a machine with environments powered off": lambda: power_off(4),
                 "another joins late": lambda: join(SPARE, 4),
+                "the head killed, back at once": head_at_once,
+                "the head killed, back when no agent is left": head_later,
                 "a machine with a rank powered off": lambda: power_off(2),
             }
             for name, event in events.items():

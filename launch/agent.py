@@ -25,7 +25,7 @@ import zmq
 from launch.children import Exits
 from launch.gpus import visible_gpus
 from launch.launcher.copies import is_known
-from launch.launcher.folders import Fetcher, Opened, drop, forget_others, made_in
+from launch.launcher.folders import Fetcher, Opened, drop, forget_others, known_changes, made_in
 from launch.launcher.local import LocalHandle, LocalLauncher
 from launch.launcher.members import Lease
 from launch.launcher.node_messages import (
@@ -53,6 +53,8 @@ from launch.launcher.node_messages import (
     start_folders,
 )
 from launch.launcher.protocol import Spec
+from rl.learner.changes import FILE as CHANGES
+from rl.learner.changes import WISH
 from rl.store.digests import file_digest
 from rl.store.made_once import cache_folder
 from rl.weights.host import clean_up
@@ -115,6 +117,7 @@ class Agent:
         self._fetcher: Fetcher
         self._begun: Begin | None = None  # what the ranks here began from
         self._copy: Sent | None = None  # what is fetched to be held here, or cannot be
+        self._wish = b""  # what was asked last of the ranks here
         self._leaving = False
         self._ended = ""  # why, as soon as it is to end
 
@@ -153,8 +156,14 @@ class Agent:
         if (ask := self._files.ask(now)) is not None:
             self._send(ask)
         self._told = dict(self._states)
-        made = {} if self._is_shared else made_in(self._run.folder)
-        self._send(Beat(self._lease.beat(now), self._told, self._logs(), self._is_shared, self._leaving, made))
+        answered, changes = b"", b""
+        made: dict[str, str] = {}
+        if not self._is_shared:  # in this order: an undo drops checkpoints before it is answered
+            answered = b"" if (self._run.folder / WISH).exists() else self._wish
+            changes = known_changes(self._run.folder)
+            made = made_in(self._run.folder)
+        about = self._told, self._logs(), self._is_shared, self._leaving
+        self._send(Beat(self._lease.beat(now), *about, made, answered, changes))
         return min(1.0, self._lease.seconds / 10)
 
     def _logs(self) -> dict[str, tuple[int, bytes]]:
@@ -284,6 +293,9 @@ class Agent:
             else:
                 self._states[name] = -signal.SIGKILL  # it never begins
 
+        if orders.wish != self._wish:
+            self._wish = orders.wish
+            self._ask_ranks()
         if orders.end:
             self._ended = "the run has ended" if not self._leaving else "left"
 
@@ -319,6 +331,16 @@ class Agent:
             self._sending = Opened(self._run.folder, name)
         return self._sending.files if self._sending is not None else {}
 
+    def _ask_ranks(self) -> None:
+        """They find the wish here, or find none where it was withdrawn."""
+        path = self._run.folder / WISH
+        if not self._wish:
+            path.unlink(missing_ok=True)
+            return
+        partial = path.with_name(f"{WISH}.arriving")
+        partial.write_bytes(self._wish)
+        partial.rename(path)
+
     def _begin_from(self, begin: Begin) -> None:
         """The ranks stood elsewhere: what stands here is of a time that was taken back."""
         self._begun = begin
@@ -329,6 +351,7 @@ class Agent:
         self._fetcher.cancel()
         self._copy = None
         forget_others(self._run.folder, begin.name)
+        (self._run.folder / CHANGES).write_bytes(begin.changes)
         if begin.name and made_in(self._run.folder).get(begin.name) != begin.digest:
             self._fetcher.begin(begin.name, begin.files)
 

@@ -1,13 +1,21 @@
-"""The head's part in what a learner's machine makes: it copies it, and says from what the ranks begin elsewhere."""
+"""The head's part in what a learner's machine makes: it copies it, and says from what the ranks begin elsewhere.
+
+Where the ranks write into the head's own folder it is the other way round: another machine gets a copy. Two machines
+have each checkpoint either way.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 
+import msgspec
+
 from launch.launcher.copies import TIMELINES, Copies, step_of
-from launch.launcher.folders import Fetcher, Opened, drop, forget_others, made_in
+from launch.launcher.folders import Fetcher, Opened, drop, forget_others, known_changes, made_in
 from launch.launcher.node_messages import Ask, Begin, FromHead, Part, Sent, Want, boot_time
+from rl.learner.changes import FILE as CHANGES
+from rl.learner.changes import WISH, Change
 from rl.wire.run import RunFile
 
 _AGAIN_S = 2.0
@@ -31,6 +39,7 @@ class Copying:
         self._sending: Opened | None = None
         self._second: Opened | None = None  # what another machine is to hold as well
         self._asked_for_at = 0.0
+        self._undoing = False  # what is copied now may be taken back
 
     # ------------------------------------------------------------ the ranks begin
 
@@ -64,6 +73,7 @@ class Copying:
             return None
         if not place:
             forget_others(self._run.folder, self.copies.counts or "")
+        (self._run.folder / "versions.jsonl").unlink(missing_ok=True)  # of ranks that stood here
         print(f"the ranks begin from {self.copies.counts or 'the start'}", flush=True)
         return self._from_what_counts(self._run.timeline + incarnation * TIMELINES)
 
@@ -72,7 +82,8 @@ class Copying:
         if self._sending is not None:
             self._sending.close()
         self._sending = Opened(self._run.folder, name) if name else None
-        return Begin(timeline, name, self.copies.held.get(name, ""), self._sending.files if self._sending else {})
+        files = self._sending.files if self._sending else {}
+        return Begin(timeline, name, self.copies.held.get(name, ""), files, known_changes(self._run.folder))
 
     def part(self, ask: Ask) -> Part | None:
         """Of the checkpoint from which the ranks begin, or that another machine is to hold. Raises ProtocolError."""
@@ -105,6 +116,38 @@ class Copying:
             self._second.close()
         self._second = None
 
+    # ------------------------------------------------------------ they are changed while they go on
+
+    def wish(self, agent: bytes) -> bytes:
+        """What is asked of ranks that do not see it in the head's folder; nothing of other machines.
+
+        What an undo takes back counts no more, whether the ranks have done it or are lost before they could say so.
+        """
+        if not agent or agent != self.copies.place:
+            return b""
+        wish, undo = b"", None
+        with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
+            wish = (self._run.folder / WISH).read_bytes()
+            undo = msgspec.json.decode(wish, type=Change).undo
+
+        self._undoing = undo is not None
+        if undo is not None:
+            if self._fetcher.is_busy:  # with what may be taken back
+                return b""
+            drop(self._run.folder, self.copies.take_back(undo))
+        return wish
+
+    def answered(self, agent: bytes, wish: bytes, changes: bytes) -> None:
+        """What was made of it. The changes stand here before the wish is gone: who asked looks for them then."""
+        if not agent or agent != self.copies.place:
+            return
+        known = known_changes(self._run.folder)
+        if changes.startswith(known) and changes != known:
+            with (self._run.folder / CHANGES).open("ab") as file:
+                file.write(changes[len(known) :])
+        if wish and wish == self.wish(agent):
+            (self._run.folder / WISH).unlink(missing_ok=True)
+
     # ------------------------------------------------------------ what they make is copied
 
     def turn(self) -> None:
@@ -122,8 +165,8 @@ class Copying:
             self._under_way = None
             self._asked_at = float("-inf")
 
-        wanted = self.copies.wanted()
-        if wanted is not None and place and not self._fetcher.is_busy and now >= self._asked_at + _AGAIN_S:
+        wanted = None if self._fetcher.is_busy or self._undoing else self.copies.wanted()
+        if wanted is not None and place and now >= self._asked_at + _AGAIN_S:
             self._asked_at = now
             self._send(place, Want(wanted[0]))
         self._ask(now)
@@ -131,7 +174,7 @@ class Copying:
     def sent(self, agent: bytes, sent: Sent) -> None:
         """What a wanted folder consists of. Raises ProtocolError."""
         wanted = self.copies.wanted()
-        if agent != self.copies.place or wanted is None or self._fetcher.is_busy:
+        if agent != self.copies.place or wanted is None or self._fetcher.is_busy or self._undoing:
             return
         if wanted == (sent.name, sent.digest):
             with self._telling():

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from launch.launcher.copies import CHECKPOINTS, Parts, step_of
 from launch.launcher.node_messages import CHUNK_BYTES, Ask, File, Part
+from rl.learner.changes import FILE as CHANGES
 from rl.store.checkpoint_folder import steps_of, sync_folder
 from rl.store.digests import DIGESTS, damage, file_digest, written_digests
 from rl.wire.codec import ProtocolError
@@ -32,6 +33,13 @@ def made_in(run: Path) -> dict[str, str]:
         except OSError:  # none, or just replaced
             continue
     return found
+
+
+def known_changes(run: Path) -> bytes:
+    """The whole lines of what was changed in the folder of a run."""
+    path = run / CHANGES
+    written = path.read_bytes() if path.exists() else b""
+    return written[: written.rfind(b"\n") + 1]
 
 
 def forget_others(run: Path, name: str) -> None:

@@ -51,6 +51,8 @@ class Beat(Struct, frozen=True, tag="beat"):
     sees: bool = True  # the head's folder of the run, and those that it begins with
     leaving: bool = False
     made: dict[str, str] = {}  # whole folders of a run that stands here alone, with the digest of their digests
+    answered: bytes = b""  # the wish of Orders, once the ranks here have taken or refused it
+    changes: bytes = b""  # what they have made of all wishes (`rl/learner/changes.py`)
 
 
 class Back(Struct, frozen=True, tag="back"):
@@ -122,6 +124,7 @@ class Begin(Struct, frozen=True, tag="begin"):
     name: str  # of the checkpoint that counts; empty: none does
     digest: str  # of its digests
     files: dict[str, File]
+    changes: bytes  # of the run so far, as in Beat
 
 
 class Start(Struct, frozen=True, tag="start"):
@@ -141,6 +144,7 @@ class Orders(Struct, frozen=True, tag="orders"):
     start: list[Start] = []
     kill: list[str] = []
     held: dict[str, int] = {}  # bytes of each log that the head has
+    wish: bytes = b""  # what `fresco set` or `fresco undo` asks of the ranks there
     end: bool = False  # the run is over, or the machine was taken for lost
 
 

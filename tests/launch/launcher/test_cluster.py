@@ -38,6 +38,8 @@ from launch.launcher.node_messages import (
 )
 from launch.launcher.protocol import Handle, Spec
 from rl.config.schema import ConfigError, load_config
+from rl.learner.changes import FILE as CHANGES
+from rl.learner.changes import WISH
 from rl.observe.trace import boot_id
 from rl.store.checkpoint_folder import Meta, begin, commit, latest, read_journal
 from rl.wire.run import RunFile, key_pair
@@ -53,6 +55,7 @@ class FakeAgent:
     def __init__(self, launcher: ClusterLauncher | str, key: bytes, name: bytes = b"agent.1") -> None:
         self.sees = True
         self.made: dict[str, str] = {}
+        self.answered = self.changes = b""
         self.socket = agent_socket(zmq.DEALER, key_pair(key), name)
         self.socket.connect(f"tcp://{launcher if isinstance(launcher, str) else launcher.address}")
         self.beats = 0
@@ -81,7 +84,7 @@ class FakeAgent:
     def beat(self, leaving: bool = False, **states: int | None) -> Orders:
         self.beats += 1
         named = {".".join(name.rsplit("_", 2)): code for name, code in states.items()}
-        self.say(Beat(self.beats, named, {}, self.sees, leaving, self.made))
+        self.say(Beat(self.beats, named, {}, self.sees, leaving, self.made, self.answered, self.changes))
         return self.hear(Orders, lambda orders: orders.beat == self.beats)
 
 
@@ -358,6 +361,49 @@ def test_what_stands_in_the_heads_folder_is_held_by_another_machine_as_well(head
         assert newer is not None and newer.name == f"checkpoints/step-{step + 1}"
         other.made = {newer.name: newer.digest}
         assert offered(other) is None
+
+
+def test_what_is_asked_of_ranks_that_do_not_see_it_is_told_to_their_machine_and_answered(head: Head) -> None:
+    folder = head.run.folder
+    for step in (4, 8):
+        begin(folder / "checkpoints", step)
+        commit(folder / "checkpoints", Meta(step, 0, 1), b"journal", keep=2)
+    agent, other = (FakeAgent(head.launcher, head.key, b"agent.%d" % number) for number in (1, 2))
+    agent.sees = other.sees = False
+    agent.join()
+    head.start("learner.0.0")
+    other.join()
+    agent.made = made_in(folder)
+
+    first, second = b'{"sets":{"learner.lr":1.0},"at":1}', b'{"undo":4,"at":2}'
+    (folder / WISH).write_bytes(first)
+    assert agent.beat(learner_0_0=None).wish == first and other.beat().wish == b""
+    agent.changes = b'{"step":9,"sets":{"learner.lr":1.0}}\n'
+    assert agent.beat(learner_0_0=None).wish == first, "it is told until it is answered"
+    other.answered, other.changes = first, b"of no interest"
+    other.beat()
+    assert (folder / WISH).exists()
+    agent.answered = first
+    assert agent.beat(learner_0_0=None).wish == b"" and not (folder / WISH).exists()
+    assert (folder / CHANGES).read_bytes() == agent.changes
+
+    (folder / WISH).write_bytes(b"no wish at all")
+    assert agent.beat(learner_0_0=None).wish == b"no wish at all", "the learner drops it"
+    (folder / WISH).write_bytes(second)
+    assert agent.beat(learner_0_0=None).wish == second
+    assert [*made_in(folder)] == ["checkpoints/step-4"], "what is taken back counts no more"
+    agent.made |= {"checkpoints/step-12": "made just before"}
+    agent.socket.close()
+    while head.launcher._members.by_agent.keys() != {b"agent.2"}:  # before it has said whether it is done
+        other.beat()
+        time.sleep(0.1)
+
+    head.start("learner.0.1")
+    other.answered = other.changes = b""
+    orders = other.beat()
+    (start,) = orders.start
+    assert start.begin is not None and start.begin.name == "checkpoints/step-4"
+    assert start.begin.changes == agent.changes and orders.wish == second, "it is asked for again"
 
 
 def test_agents_of_the_head_before_come_back_with_what_lives_there(run: RunFile) -> None:

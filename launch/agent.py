@@ -115,6 +115,7 @@ class Agent:
         self._told: dict[str, int | None] = {}
         self._sending: Opened | None = None
         self._fetcher: Fetcher
+
         self._begun: Begin | None = None  # what the ranks here began from
         self._copy: Sent | None = None  # what is fetched to be held here, or cannot be
         self._wish = b""  # what was asked last of the ranks here
@@ -155,6 +156,7 @@ class Agent:
             return _HELLO_S
         if (ask := self._files.ask(now)) is not None:
             self._send(ask)
+
         self._told = dict(self._states)
         answered, changes = b"", b""
         made: dict[str, str] = {}
@@ -162,6 +164,7 @@ class Agent:
             answered = b"" if (self._run.folder / WISH).exists() else self._wish
             changes = known_changes(self._run.folder)
             made = made_in(self._run.folder)
+
         about = self._told, self._logs(), self._is_shared, self._leaving
         self._send(Beat(self._lease.beat(now), *about, made, answered, changes))
         return min(1.0, self._lease.seconds / 10)
@@ -306,12 +309,14 @@ class Agent:
         ended = None
         with self._telling():
             ended = self._fetcher.ended()
+
         if ended is not None and self._copy is not None:
             if ended:
                 drop(self._run.folder, [each for each in made_in(self._run.folder) if each != self._copy.name])
             self._copy = None
         elif ended is False and self._begun is not None:  # damaged on its way
             self._fetcher.begin(self._begun.name, self._begun.files)
+
         self._ask()
         for name, start in list(self._waiting.items()):
             if self._files.are_there(_role(name)) and not (start.begin is not None and self._fetcher.is_busy):

@@ -81,28 +81,6 @@ class Run:
         for number, machine in enumerate(machines, 1):
             self.join(machine, number)
 
-    def kill_head(self) -> None:
-        """The process alone; its children die with it."""
-        (head,) = psutil.Process(self._head.pid).children()
-        head.kill()
-        self._head.wait()
-
-    def begin_head(self) -> None:
-        """In the place of the one before."""
-        self._log = self._folder / f"head{len(self._agents)}.log"
-        self._head = self._begin(1, _fresco("head", "--resume", str(self._folder / "simulated")), self._log)
-
-    def await_return(self) -> None:
-        """Of all agents to the head that has just begun."""
-        self.wait(lambda: len(re.findall(r"machine \d+ is back", self.said())) == NODES, "all agents")
-
-    def begin_anew(self, machines: Sequence[int]) -> None:
-        """A head, once no agent is left, and agents on these machines."""
-        for agent in self._agents:
-            agent.wait(_WAIT_S)
-        self.begin_head()
-        self._join_all(machines)
-
     def join(self, machine: int, number: int) -> None:
         """number: whose place it takes in the run."""
         command = _fresco("join", self._address, "--key", "-", "--machine", str(number))
@@ -155,11 +133,55 @@ class Run:
         self.wait_for_steps(_CALM)
         return cost_of(before, self.rows(), begun)
 
-    def lost(self, number: int) -> Callable[[], bool]:
-        """Whether the head has taken it for lost since now."""
+    # ------------------------------------------------------------ events, which have happened on return
+
+    def glitch(self, number: int, seconds: float) -> None:
+        self.machines.cut(number)
+        time.sleep(seconds)
+        self.machines.heal(number)
+
+    def cut_off(self, number: int) -> None:
+        self._lose(number, self.machines.cut)
+        self.machines.heal(number)
+
+    def power_off(self, number: int) -> None:
+        self._lose(number, self.machines.kill)
+
+    def _lose(self, number: int, event: Callable[[int], None]) -> None:
+        """Until the head has taken it for lost."""
         told = f"its machine {number} is lost"
         known = self.said().count(told)
-        return lambda: self.said().count(told) > known
+        event(number)
+        self.wait(lambda: self.said().count(told) > known, told)
+
+    def join_for_good(self, machine: int, number: int) -> None:
+        told = f"it goes back to machine {number}"
+        self.join(machine, number)
+        self.wait(lambda: told in self.said(), told)
+
+    def replace_head(self) -> None:
+        """While the agents wait."""
+        self._kill_head()
+        self._begin_head()
+        self.wait(lambda: len(re.findall(r"machine \d+ is back", self.said())) == NODES, "all agents")
+
+    def begin_anew(self, machines: Sequence[int]) -> None:
+        """Once no agent is left, with new ones on these machines."""
+        self._kill_head()
+        for agent in self._agents:
+            agent.wait(_WAIT_S)
+        self._begin_head()
+        self._join_all(machines)
+
+    def _kill_head(self) -> None:
+        """The process alone; its children die with it."""
+        (head,) = psutil.Process(self._head.pid).children()
+        head.kill()
+        self._head.wait()
+
+    def _begin_head(self) -> None:
+        self._log = self._log.with_name(f"{self._log.name}.next")
+        self._head = self._begin(1, _fresco("head", "--resume", str(self._folder / "simulated")), self._log)
 
 
 def _fresco(*arguments: str) -> list[str]:
@@ -191,46 +213,17 @@ def costs(lease_s: float) -> dict[str, Cost]:
             run = Run(machines, runs, lease_s)
             run.wait_for_steps(_CALM)
 
-            def glitch() -> None:
-                machines.cut(3)
-                time.sleep(lease_s / 3)
-                machines.heal(3)
-
-            def cut() -> None:
-                lost = run.lost(3)
-                machines.cut(3)
-                run.wait(lost, "the loss of machine 3")
-                machines.heal(3)
-
-            def power_off(number: int) -> None:
-                lost = run.lost(number)
-                machines.kill(number)
-                run.wait(lost, f"the loss of machine {number}")
-
-            def join(machine: int, number: int) -> None:
-                told = f"it goes back to machine {number}"
-                run.join(machine, number)
-                run.wait(lambda: told in run.said(), told)
-
-            def head_at_once() -> None:
-                run.kill_head()
-                run.begin_head()
-                run.await_return()
-
-            def head_later() -> None:
-                run.kill_head()
-                run.begin_anew([1, 2, 3, SPARE])
-
             events: dict[str, Callable[[], None]] = {
-                "a cable out for a third of a lease": glitch,
-                "a machine with a generator cut off": cut,
-                "it joins again": lambda: join(3, 3),
-                "a machine with environments powered off": lambda: power_off(4),
-                "another joins late": lambda: join(SPARE, 4),
-                "the head killed, back at once": head_at_once,
-                "the head killed, back when no agent is left": head_later,
-                "a machine with a rank powered off": lambda: power_off(2),
+                "a cable out for a third of a lease": lambda: run.glitch(3, lease_s / 3),
+                "a machine with a generator cut off": lambda: run.cut_off(3),
+                "it joins again": lambda: run.join_for_good(3, 3),
+                "a machine with environments powered off": lambda: run.power_off(4),
+                "another joins late": lambda: run.join_for_good(SPARE, 4),
+                "the head killed, back at once": run.replace_head,
+                "the head killed, back when no agent is left": lambda: run.begin_anew([1, 2, 3, SPARE]),
+                "a machine with a rank powered off": lambda: run.power_off(2),
             }
+
             for name, event in events.items():
                 found[name] = run.cost(event)
                 print(f"  {name}: {found[name].seconds:.1f} s, {found[name].tokens:.0f} tokens", flush=True)

@@ -38,15 +38,18 @@ def set_fields(arguments: argparse.Namespace) -> int:
 
 
 def undo(arguments: argparse.Namespace) -> int:
-    """Returns 0 once the old version is published again. Raises ConfigError."""
+    """Returns 0 once the old version is published again, or, by a learner that does not see the folder, is to be.
+    Raises ConfigError."""
     run = _live(arguments.run)
     if run.config.supervised:
         raise ConfigError(f"{str(arguments.run)!r}: fine-tuning goes back by resume=CHECKPOINT only, after its end")
+
     made = _ask(run, Change(undo=arguments.to))
     begin = time.monotonic()
     if run.config.cluster.count and not (run.folder / "versions.jsonl").exists():  # it stands on the learner's machine
         print(f"version {made.undo} becomes the newest again, in timeline {made.timeline}")
         return 0
+
     wanted = f'{{"timeline":{made.timeline},"n":{made.undo},'
     versions = run.folder / "versions.jsonl"
     _wait(run, f"learner.0 to publish version {made.undo} again", lambda: wanted in versions.read_text())
@@ -68,6 +71,7 @@ def _ask(run: RunFile, wish: Change) -> Change:
     """What was made of it. Raises ConfigError where another wish waits, or this one is out of reach."""
     if wish.undo is not None and wish.undo not in reachable(run.folder):
         raise _beyond(run, wish)
+
     known = len(read_changes(run.folder))
     path = run.folder / WISH
     partial = run.folder / f"{WISH}.{os.getpid()}"

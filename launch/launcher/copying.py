@@ -36,6 +36,7 @@ class Copying:
         self._asked_at = float("-inf")
         self._incarnation = ""  # of the ranks
         self._begin: Begin | None = None  # what its rank 0 was told
+
         self._sending: Opened | None = None
         self._second: Opened | None = None  # what another machine is to hold as well
         self._asked_for_at = 0.0

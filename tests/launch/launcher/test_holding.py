@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launch.agent import Agent
-from launch.launcher.folders import Fetcher, Opened, made_in
+from launch.launcher.folders import Fetcher, Opened, forget_others, made_in
 from launch.launcher.node_messages import Ask, Begin, Part, Sent
 from rl.store.checkpoint_folder import Meta, begin, commit, steps_of, verify
 from tests.conftest import MakeRun
@@ -69,6 +69,7 @@ def test_the_newest_one_is_held_and_the_one_before_until_then(holder: Holder) ->
         assert not holder.asked, "it is there"
     assert verify(holder.run.folder / "checkpoints" / "step-8").step == 8
 
+    forget_others(holder.head.parent, "")
     earlier = holder.opened(4, journal=b"after an undo")
     holder.hears(earlier)
     holder.gets(earlier)

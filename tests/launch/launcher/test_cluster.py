@@ -72,7 +72,7 @@ class FakeAgent:
         raise TimeoutError(f"no such {kind.__name__}")
 
     def hear_any(self) -> FromAgent | FromHead:
-        assert self.socket.poll(1000 * PATIENCE_S)
+        assert self.socket.poll(int(1000 * PATIENCE_S))
         return codec.decode(self.socket.recv_multipart())
 
     def join(self) -> Welcome:

@@ -72,6 +72,7 @@ class Run:
         self._log = folder / "head.log"
         self._head = self._begin(1, command, self._log)
         self._agents: list[subprocess.Popen[str]] = []
+        self._beginnings = 1  # of the run, with all agents
         self._join_all(range(1, NODES + 1))
 
     def _join_all(self, machines: Sequence[int]) -> None:
@@ -127,11 +128,11 @@ class Run:
     def cost(self, event: Callable[[], None]) -> Cost:
         """What an event costs, which has happened once the call has returned."""
         self.wait_for_steps(_CALM)
-        before = self.rows()
+        before, beginnings = self.rows(), self._beginnings
         begun = time.time()
         event()
         self.wait_for_steps(_CALM)
-        return cost_of(before, self.rows(), begun)
+        return cost_of(before, self.rows(), begun, anew=self._beginnings > beginnings)
 
     # ------------------------------------------------------------ events, which have happened on return
 
@@ -170,6 +171,7 @@ class Run:
         self._kill_head()
         for agent in self._agents:
             agent.wait(_WAIT_S)
+        self._beginnings += 1
         self._begin_head()
         self._join_all(machines)
 
@@ -188,18 +190,21 @@ def _fresco(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "launch.cli", *arguments]
 
 
-def cost_of(before: list[Row], after: list[Row], begun: float) -> Cost:
-    """Of an event at `begun`: the time of the steps since, less the same number at the pace of the last ones before."""
+def cost_of(before: list[Row], after: list[Row], begun: float, *, anew: bool = False) -> Cost:
+    """Of an event at `begun`: the time of the steps since, less the same number at the pace of the last ones before.
+
+    anew: the run has begun from a checkpoint, and what was sampled since is gone.
+    """
     calm = before[-_CALM - 1 :]
     pace_s = statistics.median(later.at - row.at for row, later in pairwise(calm))
     last = after[-1]
     seconds = last.at - begun - pace_s * (last.step - before[-1].step)
 
-    kept = max(set(before) & set(after))
-    taken_back = [row for row in before if row.step > kept.step]
+    ended = before[-1]
+    kept = max(set(before) & set(after)) if anew else ended
     tokens = last.unused - kept.unused
-    if taken_back:
-        ended = taken_back[-1]
+    if anew:
+        taken_back = [row for row in before if row.step > kept.step]
         tokens += sum(row.tokens for row in taken_back) + ended.open + ended.unused - kept.unused
     return Cost(seconds, tokens)
 

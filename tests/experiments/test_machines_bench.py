@@ -56,9 +56,10 @@ def test_steps_that_are_taken_back_with_their_samples_are_lost_tokens() -> None:
     kept = [Row(step, 100.0 + step, unused=10.0, tokens=50.0, open=70.0) for step in range(1, 31)]
     gone = [Row(step, 100.0 + step, unused=14.0, tokens=50.0, open=70.0) for step in (31, 32)]
     anew = [Row(step, 110.0 + step, unused=13.0, tokens=60.0, open=80.0) for step in range(31, 53)]
-    seconds, tokens = cost_of(kept + gone, kept + anew, begun=gone[-1].at)
+    seconds, tokens = cost_of(kept + gone, kept + anew, begun=gone[-1].at, anew=True)
     assert seconds == pytest.approx(10.0)
     assert tokens == 2 * 50.0 + 70.0 + (14.0 - 10.0) + (13.0 - 10.0)
+    assert cost_of(kept, kept + anew, begun=kept[-1].at, anew=True).tokens == 70.0 + 3.0, "its last step was saved"
 
 
 def test_what_cannot_be_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,10 +216,10 @@ class Counted(dict[str, Any]):
 
 
 def test_the_beat_of_one_machine_looks_at_no_process_of_another(head: Head) -> None:
-    agent = FakeAgent(head.launcher, head.key)
-    agent.join()
     members = head.launcher._members
     members._patience_s = 1000.0
+    agent = FakeAgent(head.launcher, head.key)
+    agent.join()
     for index in range(200):
         head.start(f"generator.{index}.0")
     assert len(agent.beat().start) == 200

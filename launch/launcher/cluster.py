@@ -376,10 +376,11 @@ class ClusterLauncher:
 
     def _find_rooms(self) -> None:
         """Begin what has waited for a machine."""
-        for handle in self._handles.values():
-            if handle.waits:
-                self._find_room(handle)
-        self._wake()
+        waiting = [handle for handle in self._handles.values() if handle.waits]
+        for handle in waiting:
+            self._find_room(handle)
+        if waiting:
+            self._wake()
 
     def _find_room(self, handle: RemoteHandle) -> None:
         name = handle.spec.name

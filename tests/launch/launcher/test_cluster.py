@@ -227,6 +227,7 @@ def test_the_beat_of_one_machine_looks_at_no_process_of_another(head: Head) -> N
     other = FakeAgent(head.launcher, head.key, b"agent.2")
     other.join()
     assert len(members.by_agent[b"agent.1"].holds) == 200
+    other.beat()  # by now those that have begun are told of
     counted = head.launcher._handles = Counted(head.launcher._handles)
     for _ in range(20):
         other.beat()

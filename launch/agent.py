@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ import zmq
 from launch.children import Exits
 from launch.gpus import visible_gpus
 from launch.launcher.copies import is_known
-from launch.launcher.folders import Fetcher, Opened, forget_others, made_in
+from launch.launcher.folders import Fetcher, Opened, drop, forget_others, known_changes, made_in
 from launch.launcher.local import LocalHandle, LocalLauncher
 from launch.launcher.members import Lease
 from launch.launcher.node_messages import (
@@ -52,6 +53,8 @@ from launch.launcher.node_messages import (
     start_folders,
 )
 from launch.launcher.protocol import Spec
+from rl.learner.changes import FILE as CHANGES
+from rl.learner.changes import WISH
 from rl.store.digests import file_digest
 from rl.store.made_once import cache_folder
 from rl.weights.host import clean_up
@@ -112,7 +115,10 @@ class Agent:
         self._told: dict[str, int | None] = {}
         self._sending: Opened | None = None
         self._fetcher: Fetcher
+
         self._begun: Begin | None = None  # what the ranks here began from
+        self._copy: Sent | None = None  # what is fetched to be held here, or cannot be
+        self._wish = b""  # what was asked last of the ranks here
         self._leaving = False
         self._ended = ""  # why, as soon as it is to end
 
@@ -150,9 +156,17 @@ class Agent:
             return _HELLO_S
         if (ask := self._files.ask(now)) is not None:
             self._send(ask)
+
         self._told = dict(self._states)
-        made = {} if self._is_shared else made_in(self._run.folder)
-        self._send(Beat(self._lease.beat(now), self._told, self._logs(), self._is_shared, self._leaving, made))
+        answered, changes = b"", b""
+        made: dict[str, str] = {}
+        if not self._is_shared:  # in this order: an undo drops checkpoints before it is answered
+            answered = b"" if (self._run.folder / WISH).exists() else self._wish
+            changes = known_changes(self._run.folder)
+            made = made_in(self._run.folder)
+
+        about = self._told, self._logs(), self._is_shared, self._leaving
+        self._send(Beat(self._lease.beat(now), *about, made, answered, changes))
         return min(1.0, self._lease.seconds / 10)
 
     def _logs(self) -> dict[str, tuple[int, bytes]]:
@@ -190,12 +204,16 @@ class Agent:
                 self._send(self._back(self._lease))
             case Want(name) if self._lease is not None and is_known(name):
                 self._send(Sent(name, self._open(name)))
+            case Sent(name) if self._lease is not None and is_known(name):
+                self._hold(message)
             case Ask() if self._sending is not None:
                 self._send(self._sending.part(message))
 
-            case Part() if self._lease is not None and self._fetcher.take(message, boot_time()):
-                self._ask()
             case Part() if self._lease is not None:
+                with self._telling():
+                    if self._fetcher.take(message, boot_time()):
+                        self._ask()
+                        return
                 self._files.take(message)
                 if (ask := self._files.ask(boot_time())) is not None:
                     self._send(ask)
@@ -278,6 +296,9 @@ class Agent:
             else:
                 self._states[name] = -signal.SIGKILL  # it never begins
 
+        if orders.wish != self._wish:
+            self._wish = orders.wish
+            self._ask_ranks()
         if orders.end:
             self._ended = "the run has ended" if not self._leaving else "left"
 
@@ -285,8 +306,17 @@ class Agent:
 
     def _look(self) -> None:
         """Begin what has its files, and note what has ended."""
-        if self._fetcher.ended() is False and self._begun is not None:  # damaged on its way
+        ended = None
+        with self._telling():
+            ended = self._fetcher.ended()
+
+        if ended is not None and self._copy is not None:
+            if ended:
+                drop(self._run.folder, [each for each in made_in(self._run.folder) if each != self._copy.name])
+            self._copy = None
+        elif ended is False and self._begun is not None:  # damaged on its way
             self._fetcher.begin(self._begun.name, self._begun.files)
+
         self._ask()
         for name, start in list(self._waiting.items()):
             if self._files.are_there(_role(name)) and not (start.begin is not None and self._fetcher.is_busy):
@@ -306,6 +336,16 @@ class Agent:
             self._sending = Opened(self._run.folder, name)
         return self._sending.files if self._sending is not None else {}
 
+    def _ask_ranks(self) -> None:
+        """They find the wish here, or find none where it was withdrawn."""
+        path = self._run.folder / WISH
+        if not self._wish:
+            path.unlink(missing_ok=True)
+            return
+        partial = path.with_name(f"{WISH}.arriving")
+        partial.write_bytes(self._wish)
+        partial.rename(path)
+
     def _begin_from(self, begin: Begin) -> None:
         """The ranks stood elsewhere: what stands here is of a time that was taken back."""
         self._begun = begin
@@ -314,9 +354,35 @@ class Agent:
         if self._is_shared:  # the head has seen to it
             return
         self._fetcher.cancel()
+        self._copy = None
         forget_others(self._run.folder, begin.name)
+        (self._run.folder / CHANGES).write_bytes(begin.changes)
         if begin.name and made_in(self._run.folder).get(begin.name) != begin.digest:
             self._fetcher.begin(begin.name, begin.files)
+
+    def _hold(self, sent: Sent) -> None:
+        """What stands in the head's folder is to be here as well. What the ranks here begin from goes before."""
+        for_ranks = self._fetcher.is_busy and self._copy is None
+        if for_ranks or self._fetcher.is_finishing or sent == self._copy:
+            return
+        if made_in(self._run.folder).get(sent.name) != sent.digest:
+            self._fetcher.cancel()
+            self._copy = sent
+            self._begun = None  # ranks that begin here once more may find other steps
+            with self._telling():
+                self._fetcher.begin(sent.name, sent.files)
+                self._ask()
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """A full disk ends a copy that is to be held here, and nothing else."""
+        try:
+            yield
+        except OSError as error:
+            if self._copy is None:
+                raise
+            print(f"! {self._copy.name} cannot be held in {self._run.folder}: {error}", file=sys.stderr, flush=True)
+            self._fetcher.cancel()
 
     def _ask(self) -> None:
         for ask in self._fetcher.asks(boot_time()):

@@ -18,6 +18,7 @@ from tests.test_machines import ROOT, Run, wait_for
 
 pytestmark = [pytest.mark.docs, pytest.mark.skipif(bool(missing()), reason=f"several machines on one box: {missing()}")]
 APART = "cluster.place={learner: [2], generator: [3, 4], env_server: [4]}"
+AT_HEAD = "cluster.place={learner: [1], generator: [3, 4], env_server: [4]}"
 FEWER = "cluster.place={learner: [1, 2], env_server: [3]}"
 SIMULATED = ("simulated", "steps=150", "learner.options.step_s=0.1", "learner.checkpoint_every=5")
 
@@ -90,20 +91,30 @@ def test_a_head_that_comes_later_begins_anew_from_its_copy_of_the_newest_checkpo
         assert all(agent.wait(60) == 0 for agent in run.agents.values())
 
 
-def test_where_the_heads_machine_is_lost_a_run_begins_anew_on_the_learners(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [APART, AT_HEAD], ids=["the learner's", "another's"])
+def test_where_the_heads_machine_is_lost_a_run_begins_anew_on_one_that_holds_a_checkpoint(
+    tmp_path: Path, place: str
+) -> None:
+    """The learner's own, or, where that stood on the head's machine, one that has nothing else of it."""
     with Machines(4, shared={1: [tmp_path]}) as machines:
-        run = Run(machines, tmp_path, *SIMULATED, APART)
-        wait_for(lambda: copied(run.folder) >= 10, run.told)
+        run = Run(machines, tmp_path, *SIMULATED, place)
+        there = place_of(machines, 2, tmp_path)
+        wait_for(lambda: any(copied(folder) >= 10 for folder in there.glob("simulated@2.*")), run.told)
         machines.kill(1)
-        assert all(run.agents[number].wait(60) == 3 for number in (2, 3, 4))
+        for number in (2, 3, 4):
+            assert run.agents[number].wait(60) == 3 and not machines.processes(number), "its lease is over"
 
-        (folder,) = place_of(machines, 2, tmp_path).glob("simulated@2.*")
-        run.folder = place_of(machines, 2, tmp_path) / "simulated"
+        (folder,) = there.glob("simulated@2.*")
+        newest = copied(folder)
+        assert verify(steps_of(folder / "checkpoints")[newest]).step == newest
+        run.folder = there / "simulated"
         begin_head(run, tmp_path / folder.name, "network.host=10.77.0.2", "cluster.nodes=3", FEWER, number=2)
         wait_for((run.folder / "agents.key").exists, run.told)
         run.join_all(2, 3, 4)
         summary = run.end()
-        assert summary["start_step"] >= 10 and run.step() == 150
+        assert summary["start_step"] == newest and steps_trained(run.folder) == list(range(newest + 1, 151))
+        for number in (2, 3, 4):
+            assert run.agents[number].wait(60) == 0 and not machines.processes(number)
 
 
 def test_without_a_shared_folder_the_ranks_go_on_elsewhere_from_the_checkpoint_that_counts(tmp_path: Path) -> None:

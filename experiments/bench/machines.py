@@ -4,11 +4,12 @@
 
 The machines are network namespaces (it takes root, `ip` and `tc`). The engines are simulated and the processes real: a
 rank of the learner on machines 1 and 2, generators on 2 and 3, environments on 4. The cable of machine 3 is out for a
-third of a lease, and then until the lease is over. 3 joins again, 4 is powered off, 5 joins in its place, and at last 2
-is powered off.
+third of a lease, and then until the lease is over. 3 joins again, 4 is powered off, and 5 joins in its place. The head
+is killed and begun again at once, then killed and begun again when no agent is left. At last 2 is powered off.
 
 Seconds: from the event until training has been calm again for some steps, less what as many steps took before it.
-Tokens: those that were sampled by then, and are lost or of samples that ended without being trained.
+Tokens: those that were sampled by then, and are lost or of samples that ended without being trained. Where steps are
+taken back with all that was sampled since, they are those of these steps, and of samples that were on their way.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+import psutil
 
 from experiments.bench._measuring import parser_of, write
 from experiments.bench._ratios import Idle, provenance
@@ -46,6 +49,10 @@ class Row(NamedTuple):
     """By the clock on the wall."""
     unused: float
     """Tokens so far that are lost, or of samples that ended without being trained."""
+    tokens: float = 0.0
+    """Of its batch."""
+    open: float = 0.0
+    """Of samples that were not trained yet and had not ended; each counts as many as those of the batch."""
 
 
 class Cost(NamedTuple):
@@ -64,12 +71,16 @@ class Run:
         command = [*_fresco("run", "simulated"), f"runs={folder}", *network, f"cluster.nodes={NODES}", *SETTINGS]
         self._log = folder / "head.log"
         self._head = self._begin(1, command, self._log)
+        self._agents: list[subprocess.Popen[str]] = []
+        self._beginnings = 1  # of the run, with all agents
+        self._join_all(range(1, NODES + 1))
 
+    def _join_all(self, machines: Sequence[int]) -> None:
+        """The machines of the plan, once the head has an address."""
         self.wait(lambda: "fresco join " in self.said(), "the head's address")
         (self._address,) = re.findall(r"fresco join (\S+)", self.said())
-        self._agents: list[subprocess.Popen[str]] = []
-        for number in range(1, NODES + 1):
-            self.join(number, number)
+        for number, machine in enumerate(machines, 1):
+            self.join(machine, number)
 
     def join(self, machine: int, number: int) -> None:
         """number: whose place it takes in the run."""
@@ -95,7 +106,11 @@ class Run:
         found: dict[int, Row] = {}
         for row in read_rows(self._folder / "simulated"):
             if "train/loss" in row:
-                found.setdefault(row["step"], Row(row["step"], row["time"], row["broker/unused_tokens"]))
+                lengths = row.get("histogram/length", [0.0])
+                on_their_way = sum(count for name, count in row.items() if name.startswith("queue/"))
+                open_tokens = on_their_way * statistics.mean(lengths)
+                known = row["step"], row["time"], row["broker/unused_tokens"], sum(lengths), open_tokens
+                found.setdefault(row["step"], Row(*known))
         return list(found.values())
 
     def wait_for_steps(self, more: int) -> None:
@@ -113,29 +128,85 @@ class Run:
     def cost(self, event: Callable[[], None]) -> Cost:
         """What an event costs, which has happened once the call has returned."""
         self.wait_for_steps(_CALM)
-        before = self.rows()
+        before, beginnings = self.rows(), self._beginnings
         begun = time.time()
         event()
         self.wait_for_steps(_CALM)
-        return cost_of(before, self.rows(), begun)
+        return cost_of(before, self.rows(), begun, anew=self._beginnings > beginnings)
 
-    def lost(self, number: int) -> Callable[[], bool]:
-        """Whether the head has taken it for lost since now."""
+    # ------------------------------------------------------------ events, which have happened on return
+
+    def glitch(self, number: int, seconds: float) -> None:
+        self.machines.cut(number)
+        time.sleep(seconds)
+        self.machines.heal(number)
+
+    def cut_off(self, number: int) -> None:
+        self._lose(number, self.machines.cut)
+        self.machines.heal(number)
+
+    def power_off(self, number: int) -> None:
+        self._lose(number, self.machines.kill)
+
+    def _lose(self, number: int, event: Callable[[int], None]) -> None:
+        """Until the head has taken it for lost."""
         told = f"its machine {number} is lost"
         known = self.said().count(told)
-        return lambda: self.said().count(told) > known
+        event(number)
+        self.wait(lambda: self.said().count(told) > known, told)
+
+    def join_for_good(self, machine: int, number: int) -> None:
+        told = f"it goes back to machine {number}"
+        self.join(machine, number)
+        self.wait(lambda: told in self.said(), told)
+
+    def replace_head(self) -> None:
+        """While the agents wait."""
+        self._kill_head()
+        self._begin_head()
+        self.wait(lambda: len(re.findall(r"machine \d+ is back", self.said())) == NODES, "all agents")
+
+    def begin_anew(self, machines: Sequence[int]) -> None:
+        """Once no agent is left, with new ones on these machines."""
+        self._kill_head()
+        for agent in self._agents:
+            agent.wait(_WAIT_S)
+        self._beginnings += 1
+        self._begin_head()
+        self._join_all(machines)
+
+    def _kill_head(self) -> None:
+        """The process alone; its children die with it."""
+        (head,) = psutil.Process(self._head.pid).children()
+        head.kill()
+        self._head.wait()
+
+    def _begin_head(self) -> None:
+        self._log = self._log.with_name(f"{self._log.name}.next")
+        self._head = self._begin(1, _fresco("head", "--resume", str(self._folder / "simulated")), self._log)
 
 
 def _fresco(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "launch.cli", *arguments]
 
 
-def cost_of(before: list[Row], after: list[Row], begun: float) -> Cost:
-    """Of an event at `begun`: the time of the steps since, less the same number at the pace of the last ones before."""
+def cost_of(before: list[Row], after: list[Row], begun: float, *, anew: bool = False) -> Cost:
+    """Of an event at `begun`: the time of the steps since, less the same number at the pace of the last ones before.
+
+    anew: the run has begun from a checkpoint, and what was sampled since is gone.
+    """
     calm = before[-_CALM - 1 :]
     pace_s = statistics.median(later.at - row.at for row, later in pairwise(calm))
     last = after[-1]
-    return Cost(last.at - begun - pace_s * (last.step - before[-1].step), last.unused - before[-1].unused)
+    seconds = last.at - begun - pace_s * (last.step - before[-1].step)
+
+    ended = before[-1]
+    kept = max(set(before) & set(after)) if anew else ended
+    tokens = last.unused - kept.unused
+    if anew:
+        taken_back = [row for row in before if row.step > kept.step]
+        tokens += sum(row.tokens for row in taken_back) + ended.open + ended.unused - kept.unused
+    return Cost(seconds, tokens)
 
 
 def costs(lease_s: float) -> dict[str, Cost]:
@@ -147,35 +218,17 @@ def costs(lease_s: float) -> dict[str, Cost]:
             run = Run(machines, runs, lease_s)
             run.wait_for_steps(_CALM)
 
-            def glitch() -> None:
-                machines.cut(3)
-                time.sleep(lease_s / 3)
-                machines.heal(3)
-
-            def cut() -> None:
-                lost = run.lost(3)
-                machines.cut(3)
-                run.wait(lost, "the loss of machine 3")
-                machines.heal(3)
-
-            def power_off(number: int) -> None:
-                lost = run.lost(number)
-                machines.kill(number)
-                run.wait(lost, f"the loss of machine {number}")
-
-            def join(machine: int, number: int) -> None:
-                told = f"it goes back to machine {number}"
-                run.join(machine, number)
-                run.wait(lambda: told in run.said(), told)
-
             events: dict[str, Callable[[], None]] = {
-                "a cable out for a third of a lease": glitch,
-                "a machine with a generator cut off": cut,
-                "it joins again": lambda: join(3, 3),
-                "a machine with environments powered off": lambda: power_off(4),
-                "another joins late": lambda: join(SPARE, 4),
-                "a machine with a rank powered off": lambda: power_off(2),
+                "a cable out for a third of a lease": lambda: run.glitch(3, lease_s / 3),
+                "a machine with a generator cut off": lambda: run.cut_off(3),
+                "it joins again": lambda: run.join_for_good(3, 3),
+                "a machine with environments powered off": lambda: run.power_off(4),
+                "another joins late": lambda: run.join_for_good(SPARE, 4),
+                "the head killed, back at once": run.replace_head,
+                "the head killed, back when no agent is left": lambda: run.begin_anew([1, 2, 3, SPARE]),
+                "a machine with a rank powered off": lambda: run.power_off(2),
             }
+
             for name, event in events.items():
                 found[name] = run.cost(event)
                 print(f"  {name}: {found[name].seconds:.1f} s, {found[name].tokens:.0f} tokens", flush=True)

@@ -38,12 +38,18 @@ def set_fields(arguments: argparse.Namespace) -> int:
 
 
 def undo(arguments: argparse.Namespace) -> int:
-    """Returns 0 once the old version is published again. Raises ConfigError."""
+    """Returns 0 once the old version is published again, or, by a learner that does not see the folder, is to be.
+    Raises ConfigError."""
     run = _live(arguments.run)
     if run.config.supervised:
         raise ConfigError(f"{str(arguments.run)!r}: fine-tuning goes back by resume=CHECKPOINT only, after its end")
+
     made = _ask(run, Change(undo=arguments.to))
     begin = time.monotonic()
+    if run.config.cluster.count and not (run.folder / "versions.jsonl").exists():  # it stands on the learner's machine
+        print(f"version {made.undo} becomes the newest again, in timeline {made.timeline}")
+        return 0
+
     wanted = f'{{"timeline":{made.timeline},"n":{made.undo},'
     versions = run.folder / "versions.jsonl"
     _wait(run, f"learner.0 to publish version {made.undo} again", lambda: wanted in versions.read_text())
@@ -56,8 +62,6 @@ def _live(folder: Path) -> RunFile:
     run = RunFile.load(folder)
     if not is_running(folder):
         raise ConfigError(f"{str(folder)!r}: it does not go on; resume=CHECKPOINT of fresco run changes anything")
-    if run.config.cluster.count and not (folder / "versions.jsonl").exists():
-        raise ConfigError(f"{str(folder)!r}: its learner stands on a machine that does not see this folder")
     if run.config.learner.kind == "simulated" and run.config.learner.ranks > 1:
         raise ConfigError("learner.kind=simulated changes nothing with more than one rank")
     return run
@@ -67,10 +71,12 @@ def _ask(run: RunFile, wish: Change) -> Change:
     """What was made of it. Raises ConfigError where another wish waits, or this one is out of reach."""
     if wish.undo is not None and wish.undo not in reachable(run.folder):
         raise _beyond(run, wish)
+
     known = len(read_changes(run.folder))
     path = run.folder / WISH
     partial = run.folder / f"{WISH}.{os.getpid()}"
-    partial.write_bytes(msgspec.json.encode(wish))
+    asked = msgspec.structs.asdict(wish) | {"at": time.time_ns()}  # on another machine, no two wishes are alike
+    partial.write_bytes(msgspec.json.encode(asked))
     try:
         os.link(partial, path)
     except FileExistsError:
@@ -90,7 +96,8 @@ def _ask(run: RunFile, wish: Change) -> Change:
 
 def _beyond(run: RunFile, wish: Change) -> ConfigError:
     there = ", ".join(map(str, reachable(run.folder))) or "none; set learner.checkpoint_every"
-    return ConfigError(f"--to {wish.undo}: a run goes back to one of its two newest checkpoints: {there}")
+    apart = "; not with ranks on machines that share no folder" if run.config.cluster.count else ""
+    return ConfigError(f"--to {wish.undo}: a run goes back to one of its two newest checkpoints: {there}{apart}")
 
 
 def _wait(run: RunFile, whom: str, done: Callable[[], bool]) -> None:

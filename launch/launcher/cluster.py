@@ -328,6 +328,9 @@ class ClusterLauncher:
                 self._joined.set()
 
         self._copying.copies.offered(member.agent, beat.made)
+        self._copying.answered(member.agent, beat.answered, beat.changes)
+        if self._copying.copies.place == b"" and member is self._members.holder():
+            self._copying.hold(member.agent, beat.made)
         for name, (offset, data) in beat.logs.items():
             if (handle := self._handles.get(name)) is not None:
                 handle.read(offset, data)
@@ -362,7 +365,8 @@ class ClusterLauncher:
         start = [each.as_start(member.holds[each.spec.name]) for each in handles if each.spec.name not in known]
         kill = [each.spec.name for each in handles if each.killed]
         held = {name: self._handles[name].log_bytes for name in known if name in self._handles}
-        self._send(member.agent, Orders(beat.number if beat else 0, start, kill, held, end=self._closing))
+        wish = self._copying.wish(member.agent)
+        self._send(member.agent, Orders(beat.number if beat else 0, start, kill, held, wish, end=self._closing))
 
     def _gone(self, member: Member, why: str) -> None:
         self._file.write(Machine(_name(member.agent), there=False))
@@ -372,10 +376,11 @@ class ClusterLauncher:
 
     def _find_rooms(self) -> None:
         """Begin what has waited for a machine."""
-        for handle in self._handles.values():
-            if handle.waits:
-                self._find_room(handle)
-        self._wake()
+        waiting = [handle for handle in self._handles.values() if handle.waits]
+        for handle in waiting:
+            self._find_room(handle)
+        if waiting:
+            self._wake()
 
     def _find_room(self, handle: RemoteHandle) -> None:
         name = handle.spec.name

@@ -80,6 +80,13 @@ class Copies:
             del self.held[each]
         return superfluous
 
+    def take_back(self, step: int) -> list[str]:
+        """This step is to be the newest again. Returns the checkpoints behind it, which are held no more."""
+        behind = [name for name in self.held if step_of(name) > step]
+        for name in behind:
+            del self.held[name]
+        return behind
+
 
 class Parts:
     """Which parts of some files are to be asked for: a few at a time, in order, and again where no answer came."""

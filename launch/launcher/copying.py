@@ -1,17 +1,25 @@
-"""The head's part in what a learner's machine makes: it copies it, and says from what the ranks begin elsewhere."""
+"""The head's part in what a learner's machine makes: it copies it, and says from what the ranks begin elsewhere.
+
+Where the ranks write into the head's own folder it is the other way round: another machine gets a copy. Two machines
+have each checkpoint either way.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
-from launch.launcher.copies import TIMELINES, Copies
-from launch.launcher.folders import Fetcher, Opened, drop, forget_others, made_in
+import msgspec
+
+from launch.launcher.copies import TIMELINES, Copies, step_of
+from launch.launcher.folders import Fetcher, Opened, drop, forget_others, known_changes, made_in
 from launch.launcher.node_messages import Ask, Begin, FromHead, Part, Sent, Want, boot_time
-from rl.store.digests import DIGESTS
+from rl.learner.changes import FILE as CHANGES
+from rl.learner.changes import WISH, Change
 from rl.wire.run import RunFile
 
 _AGAIN_S = 2.0
+_IDLE_S = 30.0  # after which a machine that asks for no part of a checkpoint is told of a newer one
 
 
 class Copying:
@@ -28,7 +36,11 @@ class Copying:
         self._asked_at = float("-inf")
         self._incarnation = ""  # of the ranks
         self._begin: Begin | None = None  # what its rank 0 was told
+
         self._sending: Opened | None = None
+        self._second: Opened | None = None  # what another machine is to hold as well
+        self._asked_for_at = 0.0
+        self._undoing = False  # what is copied now may be taken back
 
     # ------------------------------------------------------------ the ranks begin
 
@@ -57,10 +69,12 @@ class Copying:
     def _rank_0_begins(self, incarnation: int, place: bytes, several: bool) -> Begin | None:
         self._fetcher.cancel()
         self._under_way = None
+        self._close_second()
         if not self.copies.begin(place, made_in(self._run.folder), always=several):
             return None
         if not place:
             forget_others(self._run.folder, self.copies.counts or "")
+        (self._run.folder / "versions.jsonl").unlink(missing_ok=True)  # of ranks that stood here
         print(f"the ranks begin from {self.copies.counts or 'the start'}", flush=True)
         return self._from_what_counts(self._run.timeline + incarnation * TIMELINES)
 
@@ -69,12 +83,71 @@ class Copying:
         if self._sending is not None:
             self._sending.close()
         self._sending = Opened(self._run.folder, name) if name else None
-        return Begin(timeline, name, self.copies.held.get(name, ""), self._sending.files if self._sending else {})
+        files = self._sending.files if self._sending else {}
+        return Begin(timeline, name, self.copies.held.get(name, ""), files, known_changes(self._run.folder))
 
     def part(self, ask: Ask) -> Part | None:
-        """Of the checkpoint from which the ranks begin. Raises ProtocolError."""
-        is_ours = self._sending is not None and ask.file in self._sending.files
-        return self._sending.part(ask) if self._sending is not None and is_ours else None
+        """Of the checkpoint from which the ranks begin, or that another machine is to hold. Raises ProtocolError."""
+        for opened in (self._second, self._sending):
+            if opened is not None and ask.file in opened.files:
+                self._asked_for_at = boot_time()
+                return opened.part(ask)
+        return None
+
+    def hold(self, agent: bytes, made: Mapping[str, str]) -> None:
+        """The ranks write into the head's folder, which its machine alone may have: this one is to hold the newest
+        checkpoint as well. made: what it has. Call it at each of its beats."""
+        known = self._second
+        if known is not None and made.get(known.name) != known.digest and boot_time() < self._asked_for_at + _IDLE_S:
+            self._send(agent, Sent(known.name, known.files))
+            return
+
+        self._close_second()
+        here = made_in(self._run.folder)
+        name = max(here, key=step_of, default="")
+        if step_of(name) < 0 or made.get(name) == here[name]:
+            return
+        self._asked_for_at = boot_time()
+        with contextlib.suppress(OSError):  # replaced just now
+            self._second = Opened(self._run.folder, name)
+            self._send(agent, Sent(name, self._second.files))
+
+    def _close_second(self) -> None:
+        if self._second is not None:
+            self._second.close()
+        self._second = None
+
+    # ------------------------------------------------------------ they are changed while they go on
+
+    def wish(self, agent: bytes) -> bytes:
+        """What is asked of ranks that do not see it in the head's folder; nothing of other machines.
+
+        What an undo takes back counts no more, whether the ranks have done it or are lost before they could say so.
+        """
+        if not agent or agent != self.copies.place:
+            return b""
+        wish, undo = b"", None
+        with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
+            wish = (self._run.folder / WISH).read_bytes()
+            undo = msgspec.json.decode(wish, type=Change).undo
+
+        self._undoing = undo is not None
+        if undo is not None:
+            if self._fetcher.is_busy:  # with what may be taken back
+                return b""
+            drop(self._run.folder, self.copies.take_back(undo))
+        return wish
+
+    def answered(self, agent: bytes, wish: bytes, changes: bytes) -> None:
+        """What was made of it. The changes stand here before the wish is gone: who asked looks for them then."""
+        if not agent or agent != self.copies.place:
+            return
+        known = known_changes(self._run.folder)
+        if changes.startswith(known) and changes != known:
+            with (self._run.folder / CHANGES).open("ab") as file:
+                file.write(changes[len(known) :])
+        if wish and wish == self.wish(agent):
+            (self._run.folder / WISH).unlink(missing_ok=True)
 
     # ------------------------------------------------------------ what they make is copied
 
@@ -93,8 +166,8 @@ class Copying:
             self._under_way = None
             self._asked_at = float("-inf")
 
-        wanted = self.copies.wanted()
-        if wanted is not None and place and not self._fetcher.is_busy and now >= self._asked_at + _AGAIN_S:
+        wanted = None if self._fetcher.is_busy or self._undoing else self.copies.wanted()
+        if wanted is not None and place and now >= self._asked_at + _AGAIN_S:
             self._asked_at = now
             self._send(place, Want(wanted[0]))
         self._ask(now)
@@ -102,10 +175,9 @@ class Copying:
     def sent(self, agent: bytes, sent: Sent) -> None:
         """What a wanted folder consists of. Raises ProtocolError."""
         wanted = self.copies.wanted()
-        listed = sent.files.get(f"{sent.name}/{DIGESTS}")
-        if agent != self.copies.place or wanted is None or listed is None or self._fetcher.is_busy:
+        if agent != self.copies.place or wanted is None or self._fetcher.is_busy or self._undoing:
             return
-        if wanted == (sent.name, listed.digest):
+        if wanted == (sent.name, sent.digest):
             with self._telling():
                 self._under_way = wanted
                 self._fetcher.begin(sent.name, sent.files)
@@ -142,5 +214,6 @@ class Copying:
 
     def close(self) -> None:
         self._fetcher.close()
+        self._close_second()
         if self._sending is not None:
             self._sending.close()

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from launch.launcher.copies import CHECKPOINTS, Parts, step_of
 from launch.launcher.node_messages import CHUNK_BYTES, Ask, File, Part
+from rl.learner.changes import FILE as CHANGES
 from rl.store.checkpoint_folder import steps_of, sync_folder
 from rl.store.digests import DIGESTS, damage, file_digest, written_digests
 from rl.wire.codec import ProtocolError
@@ -34,6 +35,13 @@ def made_in(run: Path) -> dict[str, str]:
     return found
 
 
+def known_changes(run: Path) -> bytes:
+    """The whole lines of what was changed in the folder of a run."""
+    path = run / CHANGES
+    written = path.read_bytes() if path.exists() else b""
+    return written[: written.rfind(b"\n") + 1]
+
+
 def forget_others(run: Path, name: str) -> None:
     """No checkpoint but this one stays, and nothing that says what versions there were."""
     for path in steps_of(run / CHECKPOINTS).values():
@@ -47,6 +55,7 @@ class Opened:
 
     def __init__(self, run: Path, name: str) -> None:
         """Raises OSError: it is gone."""
+        self.name = name
         self.files: dict[str, File] = {}
         self._open: dict[str, int] = {}
         try:
@@ -57,6 +66,11 @@ class Opened:
         except OSError:
             self.close()
             raise
+
+    @property
+    def digest(self) -> str:
+        """Of its digests."""
+        return self.files[f"{self.name}/{DIGESTS}"].digest
 
     def part(self, ask: Ask) -> Part:
         """Raises ProtocolError for what is no part of it."""
@@ -134,6 +148,11 @@ class Fetcher:
     @property
     def is_busy(self) -> bool:
         return self._arriving is not None
+
+    @property
+    def is_finishing(self) -> bool:
+        """Whether all of it is here; to cancel it takes a while."""
+        return self._arriving is not None and self._arriving.is_complete
 
     def begin(self, name: str, files: Mapping[str, File]) -> None:
         """Raises ProtocolError. Only when it is not busy."""

@@ -70,6 +70,7 @@ class Members:
         self._patience_s = fence_s
         self._place = place
         self._homes: dict[str, int] = {}  # where `generator.0` began, which is where it belongs
+        self._holder = b""
         self.by_agent: dict[bytes, Member] = {}
 
     def join(self, now: float, agent: bytes, gpus: Iterable[str], wanted: int = 0) -> Member:
@@ -132,6 +133,14 @@ class Members:
         self._homes.setdefault(_process(name), chosen.number)
         chosen.holds[name] = tuple(chosen.free[:gpus])
         del chosen.free[:gpus]
+        return chosen
+
+    def holder(self) -> Member | None:
+        """Who holds a copy of what stands in the head's folder: a machine that does not see it, the same one as long as
+        that is there."""
+        apart = [each for each in self.by_agent.values() if each.sees is False and not each.leaving]
+        chosen = min(apart, key=lambda each: (each.agent != self._holder, each.number), default=None)
+        self._holder = chosen.agent if chosen is not None else b""
         return chosen
 
     def ended(self, name: str) -> None:

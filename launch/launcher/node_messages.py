@@ -12,6 +12,7 @@ from pathlib import Path
 import zmq
 from msgspec import Struct
 
+from rl.store.digests import DIGESTS
 from rl.wire.codec import Codec
 from rl.wire.run import RunFile
 from rl.wire.sockets import HIGH_WATER_MARK
@@ -50,6 +51,8 @@ class Beat(Struct, frozen=True, tag="beat"):
     sees: bool = True  # the head's folder of the run, and those that it begins with
     leaving: bool = False
     made: dict[str, str] = {}  # whole folders of a run that stands here alone, with the digest of their digests
+    answered: bytes = b""  # the wish of Orders, once the ranks here have taken or refused it
+    changes: bytes = b""  # what they have made of all wishes (`rl/learner/changes.py`)
 
 
 class Back(Struct, frozen=True, tag="back"):
@@ -66,10 +69,17 @@ class Back(Struct, frozen=True, tag="back"):
 
 
 class Sent(Struct, frozen=True, tag="sent"):
-    """The answer to Want: the files of the folder; none where it is gone."""
+    """The answer to Want: the files of the folder; none where it is gone. From the head: a checkpoint that a machine is
+    to hold as well."""
 
     name: str
     files: dict[str, File]  # by path, as `checkpoints/step-40/meta.json`
+
+    @property
+    def digest(self) -> str:
+        """Of its digests; empty where it has none."""
+        listed = self.files.get(f"{self.name}/{DIGESTS}")
+        return listed.digest if listed is not None else ""
 
 
 class Ask(Struct, frozen=True, tag="ask"):
@@ -114,6 +124,7 @@ class Begin(Struct, frozen=True, tag="begin"):
     name: str  # of the checkpoint that counts; empty: none does
     digest: str  # of its digests
     files: dict[str, File]
+    changes: bytes  # of the run so far, as in Beat
 
 
 class Start(Struct, frozen=True, tag="start"):
@@ -133,6 +144,7 @@ class Orders(Struct, frozen=True, tag="orders"):
     start: list[Start] = []
     kill: list[str] = []
     held: dict[str, int] = {}  # bytes of each log that the head has
+    wish: bytes = b""  # what `fresco set` or `fresco undo` asks of the ranks there
     end: bool = False  # the run is over, or the machine was taken for lost
 
 
@@ -145,7 +157,7 @@ class Part(Struct, frozen=True, tag="part"):
 
 
 FromAgent = Hello | Beat | Back | Sent | Ask | Part
-FromHead = Welcome | Who | Refused | Orders | Want | Ask | Part
+FromHead = Welcome | Who | Refused | Orders | Want | Sent | Ask | Part
 codec: Codec[FromAgent | FromHead] = Codec(FromAgent | FromHead)
 
 

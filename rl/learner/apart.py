@@ -45,6 +45,17 @@ def bring_home(state: Path, apart: Sequence[int], group: dist.ProcessGroup | Non
             state.parent.rmdir()
 
 
+def bring_out(path: Path, apart: Sequence[int]) -> None:
+    """The ranks `apart` get a file of rank 0's folder under the same name in theirs. All ranks call it together, with
+    their own path."""
+    if apart:
+        content = gathered(path.read_bytes() if dist.get_rank() == 0 else b"")[0]
+        if dist.get_rank() in apart:
+            partial = path.with_name(f"{path.name}.{dist.get_rank()}")  # others may have the same folder
+            partial.write_bytes(content)
+            partial.rename(path)
+
+
 def _send(numbers: list[int], group: dist.ProcessGroup | None) -> None:
     dist.send(torch.tensor(numbers, dtype=torch.int64), 0, group=group)
 

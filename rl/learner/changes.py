@@ -67,8 +67,11 @@ def unfinished(run_folder: Path, timeline: int) -> int | None:
     return undone[-1].undo if undone and undone[-1].timeline > timeline else None
 
 
-def take_wish(run_folder: Path, step: int, timeline: int) -> Change | None:
-    """What is asked for, once, now that version `step` is there; it stands in the file on return. For rank 0."""
+def take_wish(run_folder: Path, step: int, timeline: int, *, may_undo: bool = True) -> Change | None:
+    """What is asked for, once, now that version `step` is there; it stands in the file on return. For rank 0.
+
+    may_undo: whether all ranks find its checkpoints.
+    """
     path = run_folder / WISH
     try:
         wish = msgspec.json.decode(path.read_bytes(), type=Change)
@@ -77,14 +80,15 @@ def take_wish(run_folder: Path, step: int, timeline: int) -> Change | None:
     except msgspec.MsgspecError:
         path.unlink(missing_ok=True)  # nobody could ask for anything any more
         return None
-    if wish.undo is not None and (wish.undo >= step or wish.undo not in reachable(run_folder)):
+    known = reachable(run_folder) if may_undo else {}
+    if wish.undo is not None and (wish.undo >= step or wish.undo not in known):
         path.unlink(missing_ok=True)  # a checkpoint has come meanwhile, and that one is out of reach
         return None
 
     change = Change(step if wish.undo is None else wish.undo, timeline + (wish.undo is not None), wish.sets, wish.undo)
     with (run_folder / FILE).open("ab") as file:
         file.write(msgspec.json.encode(change) + b"\n")
-    path.unlink(missing_ok=True)
     if change.undo is not None:
         drop_behind(run_folder / "checkpoints", change.undo)
+    path.unlink(missing_ok=True)
     return change

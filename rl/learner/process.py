@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config.schema import Config
 from rl.learner import checkpoint
-from rl.learner.apart import ranks_apart
+from rl.learner.apart import bring_out, ranks_apart
+from rl.learner.changes import FILE as CHANGES
 from rl.learner.changes import WISH, reachable, read_changes, set_at, settle, take_wish
 from rl.learner.credit import all_reduce, gathered
 from rl.learner.guards import ExactCheck, StepGuards
@@ -151,8 +152,10 @@ class Learner:
             self.background.look()
             if (self.run.folder / WISH).exists():
                 self.background.wait()  # an undo begins from checkpoints that are there
-        took = dist.get_rank() == 0 and take_wish(self.run.folder, n, client.timeline) is not None
-        made = bool(all_reduce(torch.tensor([took]).int(), "max"))  # then it stands in the file for every rank
+        wish = take_wish(self.run.folder, n, client.timeline, may_undo=not self.apart) if dist.get_rank() == 0 else None
+        made = bool(all_reduce(torch.tensor([wish is not None]).int(), "max"))
+        if made:
+            bring_out(self.run.folder / CHANGES, self.apart)  # it stands in the file for every rank
 
         if made and (undo := read_changes(self.run.folder)[-1].undo) is not None:
             n = undo

@@ -40,14 +40,26 @@ def test_slow_steps_long_before_say_nothing_of_the_pace() -> None:
 def test_a_step_that_was_taken_back_counts_when_it_was_first_trained(tmp_path: Path) -> None:
     said = [(1, 10.0, 0.0), (2, 11.0, 50.0), (2, 19.0, 90.0), (3, 20.0, 100.0)]
     names = ("step", "time", "broker/unused_tokens")
-    lines = [json.dumps(dict(zip(names, each, strict=True)) | {"train/loss": 0.0}) for each in said]
+    others = {"train/loss": 0.0, "histogram/length": [3.0, 5.0], "queue/running": 2.0, "queue/batched": 4.0}
+    lines = [json.dumps(dict(zip(names, each, strict=True)) | others) for each in said]
     (tmp_path / "simulated").mkdir()
     (tmp_path / "simulated" / "metrics.jsonl").write_text(
         "\n".join([*lines, json.dumps({"step": 3, "time": 21.0}), '{"step": 4, "ti'])
     )
     run = Run.__new__(Run)
     run._folder = tmp_path
-    assert run.rows() == [Row(1, 10.0, 0.0), Row(2, 11.0, 50.0), Row(3, 20.0, 100.0)]
+    assert [row[:3] for row in run.rows()] == [(1, 10.0, 0.0), (2, 11.0, 50.0), (3, 20.0, 100.0)]
+    assert {row[3:] for row in run.rows()} == {(8.0, 24.0)}
+
+
+def test_steps_that_are_taken_back_with_their_samples_are_lost_tokens() -> None:
+    kept = [Row(step, 100.0 + step, unused=10.0, tokens=50.0, open=70.0) for step in range(1, 31)]
+    gone = [Row(step, 100.0 + step, unused=14.0, tokens=50.0, open=70.0) for step in (31, 32)]
+    anew = [Row(step, 110.0 + step, unused=13.0, tokens=60.0, open=80.0) for step in range(31, 53)]
+    seconds, tokens = cost_of(kept + gone, kept + anew, begun=gone[-1].at, anew=True)
+    assert seconds == pytest.approx(10.0)
+    assert tokens == 2 * 50.0 + 70.0 + (14.0 - 10.0) + (13.0 - 10.0)
+    assert cost_of(kept, kept + anew, begun=kept[-1].at, anew=True).tokens == 70.0 + 3.0, "its last step was saved"
 
 
 def test_what_cannot_be_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,23 +74,17 @@ def test_what_cannot_be_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.skipif(bool(missing()), reason=f"several machines on one box: {missing()}")
 def test_a_lost_machine_costs_its_lease_and_a_late_one_less(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.bench",
-        "machines",
-        "--rounds",
-        "1",
-        "--lease",
-        "4",
-        "--out",
-        str(out),
-    ]
+    command = [sys.executable, "-m", "experiments.bench", "machines", "--rounds", "1", "--out", str(out)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
 
-    found = {each["event"]: each["seconds"]["median"] for each in json.loads(out.read_text())["events"]}
+    events = {each["event"]: each for each in json.loads(out.read_text())["events"]}
+    found = {event: each["seconds"]["median"] for event, each in events.items()}
     lost = [seconds for event, seconds in found.items() if event.endswith(("cut off", "powered off"))]
     joined = [seconds for event, seconds in found.items() if event.endswith(("again", "late"))]
     assert len(lost) == 3 and len(joined) == 2
-    assert min(lost) > max(3.0, *joined), "most of a lease is waited for before a machine is taken for lost"
+    assert min(lost) > max(4.0, *joined), "most of a lease is waited for before a machine is taken for lost"
+
+    at_once, later = "the head killed, back at once", "the head killed, back when no agent is left"
+    assert found[at_once] < found[later] and found[later] > 2 * 6, "a lease of the agents, and one for the new head"
+    assert events[later]["tokens"]["median"] > events[at_once]["tokens"]["median"]

@@ -15,7 +15,7 @@ import zmq
 
 from launch.launcher.cluster import ClusterLauncher
 from launch.launcher.copies import TIMELINES
-from launch.launcher.folders import Opened, made_in
+from launch.launcher.folders import Fetcher, Opened, made_in
 from launch.launcher.head_file import Before, Began, HeadFile, Listens, Machine, read_before
 from launch.launcher.node_messages import (
     KEY_FILE,
@@ -38,8 +38,10 @@ from launch.launcher.node_messages import (
 )
 from launch.launcher.protocol import Handle, Spec
 from rl.config.schema import ConfigError, load_config
+from rl.learner.changes import FILE as CHANGES
+from rl.learner.changes import WISH
 from rl.observe.trace import boot_id
-from rl.store.checkpoint_folder import Meta, begin, commit, latest
+from rl.store.checkpoint_folder import Meta, begin, commit, latest, read_journal
 from rl.wire.run import RunFile, key_pair
 from rl.wire.sockets import make_curve_key
 from tests.conftest import MakeRun
@@ -53,6 +55,7 @@ class FakeAgent:
     def __init__(self, launcher: ClusterLauncher | str, key: bytes, name: bytes = b"agent.1") -> None:
         self.sees = True
         self.made: dict[str, str] = {}
+        self.answered = self.changes = b""
         self.socket = agent_socket(zmq.DEALER, key_pair(key), name)
         self.socket.connect(f"tcp://{launcher if isinstance(launcher, str) else launcher.address}")
         self.beats = 0
@@ -63,10 +66,14 @@ class FakeAgent:
     def hear(self, kind: type[M], is_it: Callable[[M], bool] = lambda _: True) -> M:
         until = time.monotonic() + PATIENCE_S
         while self.socket.poll(int(1000 * max(0.0, until - time.monotonic()))):
-            message = codec.decode(self.socket.recv_multipart())
+            message = self.hear_any()
             if isinstance(message, kind) and is_it(message):
                 return message
         raise TimeoutError(f"no such {kind.__name__}")
+
+    def hear_any(self) -> FromAgent | FromHead:
+        assert self.socket.poll(int(1000 * PATIENCE_S))
+        return codec.decode(self.socket.recv_multipart())
 
     def join(self) -> Welcome:
         self.say(Hello(0, ["7", "8"], code_hash()))
@@ -77,7 +84,7 @@ class FakeAgent:
     def beat(self, leaving: bool = False, **states: int | None) -> Orders:
         self.beats += 1
         named = {".".join(name.rsplit("_", 2)): code for name, code in states.items()}
-        self.say(Beat(self.beats, named, {}, self.sees, leaving, self.made))
+        self.say(Beat(self.beats, named, {}, self.sees, leaving, self.made, self.answered, self.changes))
         return self.hear(Orders, lambda orders: orders.beat == self.beats)
 
 
@@ -209,10 +216,10 @@ class Counted(dict[str, Any]):
 
 
 def test_the_beat_of_one_machine_looks_at_no_process_of_another(head: Head) -> None:
-    agent = FakeAgent(head.launcher, head.key)
-    agent.join()
     members = head.launcher._members
     members._patience_s = 1000.0
+    agent = FakeAgent(head.launcher, head.key)
+    agent.join()
     for index in range(200):
         head.start(f"generator.{index}.0")
     assert len(agent.beat().start) == 200
@@ -220,6 +227,7 @@ def test_the_beat_of_one_machine_looks_at_no_process_of_another(head: Head) -> N
     other = FakeAgent(head.launcher, head.key, b"agent.2")
     other.join()
     assert len(members.by_agent[b"agent.1"].holds) == 200
+    other.beat()  # by now those that have begun are told of
     counted = head.launcher._handles = Counted(head.launcher._handles)
     for _ in range(20):
         other.beat()
@@ -307,6 +315,96 @@ def test_what_an_unshared_learner_saves_is_copied_and_fetched_where_its_ranks_go
     for file in opened.files:
         stranger.say(Ask(file, 0))
         assert stranger.hear(Part) == opened.part(Ask(file, 0))
+
+
+def offered(agent: FakeAgent, **states: int | None) -> Sent | None:
+    """What an agent is to hold, as the answer to its beat says."""
+    agent.beats += 1
+    named = {".".join(name.rsplit("_", 2)): code for name, code in states.items()}
+    agent.say(Beat(agent.beats, named, {}, agent.sees, False, agent.made))
+    found = None
+    while not isinstance(message := agent.hear_any(), Orders) or message.beat != agent.beats:
+        found = message if isinstance(message, Sent) else found
+    return found
+
+
+def test_what_stands_in_the_heads_folder_is_held_by_another_machine_as_well(head: Head, tmp_path: Path) -> None:
+    seeing, other, third = (FakeAgent(head.launcher, head.key, b"agent.%d" % number) for number in (1, 2, 3))
+    other.sees = third.sees = False
+    for agent in (seeing, other, third):
+        agent.join()
+    head.start("learner.0.0")
+    assert seeing.beat().start and offered(other) is None, "there is none yet"
+
+    folder = head.run.folder / "checkpoints"
+    for step in (4, 8):
+        begin(folder, step)
+        commit(folder, Meta(step, 0, 1), f"journal of {step}".encode(), keep=1)
+        sent = offered(other)
+        assert sent is not None and sent.name == f"checkpoints/step-{step}"
+        begin(folder, step + 1)
+        commit(folder, Meta(step + 1, 0, 1), b"newer", keep=1)
+        assert offered(other) == sent, "it is sent to its end, though it has no name any more"
+        assert offered(seeing, learner_0_0=None) is None and offered(third) is None
+
+        fetcher = Fetcher(tmp_path / "there")
+        fetcher.begin(sent.name, sent.files)
+        while not (whole := fetcher.ended()):
+            assert whole is None
+            for ask in fetcher.asks(0.0):
+                other.say(ask)
+                assert fetcher.take(other.hear(Part), 0.0)
+        fetcher.close()
+        other.made = made_in(tmp_path / "there")
+        assert read_journal(tmp_path / "there" / sent.name) == f"journal of {step}".encode()
+
+        newer = offered(other)
+        assert newer is not None and newer.name == f"checkpoints/step-{step + 1}"
+        other.made = {newer.name: newer.digest}
+        assert offered(other) is None
+
+
+def test_what_is_asked_of_ranks_that_do_not_see_it_is_told_to_their_machine_and_answered(head: Head) -> None:
+    folder = head.run.folder
+    for step in (4, 8):
+        begin(folder / "checkpoints", step)
+        commit(folder / "checkpoints", Meta(step, 0, 1), b"journal", keep=2)
+    agent, other = (FakeAgent(head.launcher, head.key, b"agent.%d" % number) for number in (1, 2))
+    agent.sees = other.sees = False
+    agent.join()
+    head.start("learner.0.0")
+    other.join()
+    agent.made = made_in(folder)
+
+    first, second = b'{"sets":{"learner.lr":1.0},"at":1}', b'{"undo":4,"at":2}'
+    (folder / WISH).write_bytes(first)
+    assert agent.beat(learner_0_0=None).wish == first and other.beat().wish == b""
+    agent.changes = b'{"step":9,"sets":{"learner.lr":1.0}}\n'
+    assert agent.beat(learner_0_0=None).wish == first, "it is told until it is answered"
+    other.answered, other.changes = first, b"of no interest"
+    other.beat()
+    assert (folder / WISH).exists()
+    agent.answered = first
+    assert agent.beat(learner_0_0=None).wish == b"" and not (folder / WISH).exists()
+    assert (folder / CHANGES).read_bytes() == agent.changes
+
+    (folder / WISH).write_bytes(b"no wish at all")
+    assert agent.beat(learner_0_0=None).wish == b"no wish at all", "the learner drops it"
+    (folder / WISH).write_bytes(second)
+    assert agent.beat(learner_0_0=None).wish == second
+    assert [*made_in(folder)] == ["checkpoints/step-4"], "what is taken back counts no more"
+    agent.made |= {"checkpoints/step-12": "made just before"}
+    agent.socket.close()
+    while head.launcher._members.by_agent.keys() != {b"agent.2"}:  # before it has said whether it is done
+        other.beat()
+        time.sleep(0.1)
+
+    head.start("learner.0.1")
+    other.answered = other.changes = b""
+    orders = other.beat()
+    (start,) = orders.start
+    assert start.begin is not None and start.begin.name == "checkpoints/step-4"
+    assert start.begin.changes == agent.changes and orders.wish == second, "it is asked for again"
 
 
 def test_agents_of_the_head_before_come_back_with_what_lives_there(run: RunFile) -> None:

@@ -195,3 +195,19 @@ def test_a_worker_returns_to_its_machine_when_somebody_has_taken_its_place_and_a
         assert elsewhere is not None and elsewhere.number == 1
     again = members.join(31.0, b"3", [])
     assert again.number == 2 and members.away(2) == ["generator.0.1"]
+
+
+def test_a_machine_that_does_not_see_the_heads_folder_holds_copies_as_long_as_it_is_there() -> None:
+    members = Members(3, 25.0, {})
+    for name, sees in ((b"1", True), (b"2", None), (b"3", False)):
+        members.join(0.0, name, []).sees = sees
+    held = members.holder()
+    assert held is not None and held.agent == b"3"
+    members.by_agent[b"2"].sees = False
+    assert members.holder() is held, "a lower number is no reason to copy all again"
+
+    held.leaving = True
+    other = members.holder()
+    assert other is not None and other.agent == b"2"
+    members.by_agent.pop(b"2")
+    assert members.holder() is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl.learner import checkpoint
-from rl.learner.apart import ranks_apart
+from rl.learner.apart import bring_out, ranks_apart
 from rl.store.checkpoint_folder import Meta, latest, verify
 from tests.rl.learner.ranks import process_group, results_of_ranks
 from tests.rl.learner.test_trainer_ranks import make_trainer, train, weights
@@ -37,14 +37,19 @@ def _save(rank: int, where: str) -> None:
         background = checkpoint.Background(home / "checkpoints", 60, apart)
         background.save(trainer.trained(), Meta(2, 0, RANKS), b"journal", 2)
         background.wait()
-        torch.save({"apart": apart, "weights": weights(trainer)}, folder / f"rank{rank}.pt")
+        if rank == 0:
+            (home / "told").write_text("what rank 0 knows")
+        bring_out(home / "told", apart)
+        told = (home / "told").read_text()
+        torch.save({"apart": apart, "told": told, "weights": weights(trainer)}, folder / f"rank{rank}.pt")
 
 
 def test_what_ranks_elsewhere_have_written_is_brought_to_rank_0(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "model").symlink_to(folder)
     results = results_of_ranks(_save, tmp_path, RANKS)
     assert [each["apart"] for each in results] == [[1, 2]] * RANKS
-    assert not [path for path in (tmp_path / "b").rglob("*") if path.is_file()], "nothing is left there"
+    assert [each["told"] for each in results] == ["what rank 0 knows"] * RANKS
+    assert [path.name for path in (tmp_path / "b").rglob("*") if path.is_file()] == ["told"], "nothing else is left"
 
     for step in (1, 2):
         saved = tmp_path / "a" / "checkpoints" / f"step-{step}"

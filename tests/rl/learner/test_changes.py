@@ -51,6 +51,10 @@ def test_what_is_set_holds_from_its_step_on_and_an_undo_takes_later_ones_back(tm
     assert set_at(read_changes(tmp_path), 9) == {"learner.lr": 0.5}
     assert (unfinished(tmp_path, 0), unfinished(tmp_path, 1)) == (4, None)
 
+    wish(tmp_path, undo=2)
+    assert take_wish(tmp_path, 6, timeline=1, may_undo=False) is None and not (tmp_path / WISH).exists()
+    assert [*steps_of(tmp_path / "checkpoints")] == [2, 4]
+
     began = LearnerConfig(lr=0.1)
     config = began.model_copy()
     settle(config, began, set_at(read_changes(tmp_path), 9))

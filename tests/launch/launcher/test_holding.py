@@ -1,0 +1,126 @@
+"""An agent that is to hold what stands in the head's folder: one whole checkpoint, whatever comes between."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from launch.agent import Agent
+from launch.launcher.folders import Fetcher, Opened, forget_others, made_in
+from launch.launcher.node_messages import Ask, Begin, Part, Sent
+from rl.store.checkpoint_folder import Meta, begin, commit, steps_of, verify
+from tests.conftest import MakeRun
+
+
+class Holder:
+    """An agent without a connection; what it asks for is answered at once, from the head's folder."""
+
+    def __init__(self, make_run: MakeRun, head: Path) -> None:
+        self.head = head
+        self.run = make_run()
+        self.asked: list[Ask] = []
+        self.agent = Agent.__new__(Agent)
+        known: dict[str, Any] = {"_run": self.run, "_fetcher": Fetcher(self.run.folder), "_copy": None, "_begun": None}
+        known |= {"_waiting": {}, "_handles": {}, "_states": {}, "_send": self.asked.append, "_lease": object()}
+        known |= {"_is_shared": False, "_folder": self.run.folder}
+        known["_files"] = SimpleNamespace(take=lambda _: None, ask=lambda _: None)
+        for name, value in known.items():
+            setattr(self.agent, name, value)
+
+    def opened(self, step: int, journal: bytes = b"journal") -> Opened:
+        begin(self.head, step)
+        commit(self.head, Meta(step, 0, 1), journal, keep=9)
+        return Opened(self.head.parent, f"checkpoints/step-{step}")
+
+    def hears(self, opened: Opened) -> None:
+        self.agent._from_head(Sent(opened.name, opened.files), b"")
+
+    def gets(self, opened: Opened, spoil: bool = False) -> None:
+        """All that it asks for, until it asks for nothing more and has looked at what came."""
+        while self.asked or self.agent._fetcher.is_busy:
+            for ask in [*self.asked]:
+                self.asked.remove(ask)
+                part = opened.part(ask)
+                self.agent._from_head(Part(part.file, part.offset, b"x" * len(part.data) if spoil else part.data), b"")
+            self.agent._look()
+
+    @property
+    def steps(self) -> list[int]:
+        return [*steps_of(self.run.folder / "checkpoints")]
+
+
+@pytest.fixture
+def holder(make_run: MakeRun, tmp_path: Path) -> Holder:
+    return Holder(make_run, tmp_path / "head" / "checkpoints")
+
+
+def test_the_newest_one_is_held_and_the_one_before_until_then(holder: Holder) -> None:
+    for step in (4, 8):
+        opened = holder.opened(step)
+        holder.hears(opened)
+        assert holder.steps == ([4] if step == 8 else []), "half of it takes nothing's place"
+        holder.gets(opened)
+        assert holder.steps == [step]
+        holder.hears(opened)
+        assert not holder.asked, "it is there"
+    assert verify(holder.run.folder / "checkpoints" / "step-8").step == 8
+
+    forget_others(holder.head.parent, "")
+    earlier = holder.opened(4, journal=b"after an undo")
+    holder.hears(earlier)
+    holder.gets(earlier)
+    assert holder.steps == [4]
+
+
+def test_a_damaged_one_is_fetched_again_and_another_takes_the_place_of_half_a_one(holder: Holder) -> None:
+    opened = holder.opened(4)
+    holder.hears(opened)
+    holder.gets(opened, spoil=True)
+    assert holder.steps == []
+    holder.hears(opened)
+    assert holder.asked
+
+    holder.asked.clear()
+    other = holder.opened(8)  # of a head that has begun meanwhile, and has the first no more
+    holder.hears(other)
+    holder.gets(other)
+    assert holder.steps == [8] and not [*holder.run.folder.glob("checkpoints/*.arriving")]
+
+
+def full_disk(*_: object) -> bool:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_ends_the_copy_alone_and_the_next_one_is_tried(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened = holder.opened(4)
+    with monkeypatch.context() as full:
+        full.setattr(Fetcher, "take", full_disk)
+        holder.hears(opened)
+        holder.agent._from_head(opened.part(holder.asked.pop(0)), b"")
+    assert "checkpoints/step-4 cannot be held" in capsys.readouterr().err
+    assert not holder.agent._fetcher.is_busy and not [*holder.run.folder.glob("checkpoints/*")]
+
+    holder.asked.clear()
+    holder.hears(opened)
+    assert not holder.asked, "it would not fit now either"
+    other = holder.opened(8)
+    holder.hears(other)
+    holder.gets(other)
+    assert holder.steps == [8]
+
+
+def test_what_ranks_begin_from_goes_before_a_copy(holder: Holder) -> None:
+    copy, counts = holder.opened(4), holder.opened(8)
+    holder.hears(copy)
+    holder.asked.clear()
+    holder.agent._begin_from(Begin(1000, counts.name, counts.digest, counts.files, b"a line\n"))
+    holder.hears(holder.opened(12))
+    holder.gets(counts)
+    assert holder.steps == [8] and made_in(holder.run.folder) == {counts.name: counts.digest}
+    assert (holder.run.folder / "changes.jsonl").read_bytes() == b"a line\n"

@@ -1,4 +1,4 @@
-"""Runs over four machines: they end in order, alone or with machines that are cut off, killed, and join late."""
+"""A run over machines that are cut off, killed, and join late, and whose head dies: nothing is trained twice."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import pytest
 
 from experiments.machines import Machines, missing
+from rl.store.batch_files import read_batch_parts
 
 pytestmark = [pytest.mark.docs, pytest.mark.skipif(bool(missing()), reason=f"several machines on one box: {missing()}")]
 ROOT = Path(__file__).parent.parent
 LEASE_S = 6.0
+STEPS = 400
 PATIENCE_S = 200.0
 PLACE = "cluster.place={learner: [1, 2], generator: [2, 3], env_server: [4]}"
 
@@ -93,6 +96,18 @@ class Run:
         trained = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
         return max((row["step"] for row in trained if "train/loss" in row), default=0)
 
+    def kill_head(self) -> None:
+        """The process alone, which has no time to say anything; its children die with it."""
+        (head,) = psutil.Process(self.head.pid).children()
+        head.kill()
+        self.head.wait(10)
+
+    def begin_head(self, folder: Path, *overrides: str, number: int = 1) -> None:
+        command = [sys.executable, "-m", "launch.cli", "head", "--resume", str(folder), *overrides]
+        self.log = folder.parent / "head2.log"
+        with self.log.open("w") as log:
+            self.head = self.machines.begin(number, command, cwd=ROOT, env=self.environment, stdout=log, stderr=log)
+
     def wait_for_step(self, step: int) -> None:
         wait_for(lambda: self.step() >= step or self.head.poll() is not None, self.told)
         assert self.head.poll() is None, self.told()
@@ -114,15 +129,15 @@ def wait_for(condition: Callable[[], bool], told: Callable[[], str]) -> None:
         time.sleep(0.05)
 
 
-def test_machines_are_cut_off_killed_and_join_late_and_the_last_step_is_reached(tmp_path: Path) -> None:
+def test_machines_are_cut_off_killed_and_join_late_a_head_dies_and_the_last_step_is_reached(tmp_path: Path) -> None:
     shared = {1: [tmp_path], 2: [tmp_path]}
+    lease_s = 20.0  # a head is back within it on a busy machine as well
+    settings = (f"steps={STEPS}", "learner.options.step_s=0.1", "learner.checkpoint_every=5", "tracking.replay=full")
     with Machines(5, shared=shared) as machines:
-        run = Run(
-            machines, tmp_path, "simulated", "steps=150", "learner.options.step_s=0.1", "learner.checkpoint_every=5"
-        )
+        run = Run(machines, tmp_path, "simulated", *settings, f"cluster.lease_s={lease_s:g}")
         run.wait_for_step(5)
         machines.cut(3)
-        time.sleep(LEASE_S / 3)
+        time.sleep(lease_s / 3)
         machines.heal(3)  # within its lease: nothing has happened
         run.wait_for_step(run.step() + 5)
         assert "is lost" not in run.log.read_text() and run.agents[3].poll() is None
@@ -140,12 +155,17 @@ def test_machines_are_cut_off_killed_and_join_late_and_the_last_step_is_reached(
         wait_for(lambda: "its machine 4 is lost" in run.log.read_text(), run.told)
         run.join(5)
         run.wait_for_step(run.step() + 5)
+        run.kill_head()
+        run.begin_head(run.folder)
+        run.wait_for_step(run.step() + 5)
         machines.kill(2)  # with a rank of the learner
         wait_for(lambda: "learner.1 its machine 2 is lost" in run.log.read_text(), run.told)
         run.wait_for_step(run.step() + 10)
         summary = run.end()
 
-        assert summary["steps"] == 150 and run.step() == 150
+        assert summary["steps"] == STEPS and run.step() == STEPS
+        samples = [row.sample_id for part in read_batch_parts(run.folder) if part.rank == 0 for row in part.rows]
+        assert len(samples) == len(set(samples)) == STEPS * 16, "nothing is trained twice"
         for number in (1, 3, 5):
             assert run.agents[number].wait(PATIENCE_S) == 0
             assert not machines.processes(number)

@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from experiments.machines import Machines, missing
 from launch.launcher.copies import TIMELINES
 from rl.store.checkpoint_folder import steps_of, verify
 from rl.store.made_once import cache_folder
-from tests.test_machines import ROOT, Run, wait_for
+from tests.test_machines import Run, wait_for
 
 pytestmark = [pytest.mark.docs, pytest.mark.skipif(bool(missing()), reason=f"several machines on one box: {missing()}")]
 APART = "cluster.place={learner: [2], generator: [3, 4], env_server: [4]}"
 AT_HEAD = "cluster.place={learner: [1], generator: [3, 4], env_server: [4]}"
 FEWER = "cluster.place={learner: [1, 2], env_server: [3]}"
 SIMULATED = ("simulated", "steps=150", "learner.options.step_s=0.1", "learner.checkpoint_every=5")
-
-
-def kill_head(run: Run) -> None:
-    """The process alone, which has no time to say anything; its children die with it."""
-    (head,) = psutil.Process(run.head.pid).children()
-    head.kill()
-    run.head.wait(10)
-
-
-def begin_head(run: Run, folder: Path, *overrides: str, number: int = 1) -> None:
-    command = [sys.executable, "-m", "launch.cli", "head", "--resume", str(folder), *overrides]
-    run.log = folder.parent / "head2.log"
-    with run.log.open("w") as log:
-        run.head = run.machines.begin(number, command, cwd=ROOT, env=run.environment, stdout=log, stderr=log)
 
 
 def copied(folder: Path) -> int:
@@ -57,9 +41,9 @@ def test_a_head_that_is_back_within_the_lease_finds_its_agents_waiting(tmp_path:
     with Machines(4, shared={1: [tmp_path], 2: [tmp_path]}) as machines:
         run = Run(machines, tmp_path, *SIMULATED, "cluster.lease_s=20")
         run.wait_for_step(12)
-        kill_head(run)
+        run.kill_head()
         time.sleep(3)
-        begin_head(run, run.folder)
+        run.begin_head(run.folder)
         run.wait_for_step(30)
         summary = run.end()
 
@@ -77,11 +61,11 @@ def test_a_head_that_comes_later_begins_anew_from_its_copy_of_the_newest_checkpo
     with Machines(4, shared={1: [tmp_path]}) as machines:
         run = Run(machines, tmp_path, *SIMULATED, APART)
         wait_for(lambda: copied(run.folder) >= 10, run.told)
-        kill_head(run)
+        run.kill_head()
         for number, agent in run.agents.items():
             assert agent.wait(60) == 3 and not machines.processes(number), "its lease is over"
 
-        begin_head(run, run.folder)
+        run.begin_head(run.folder)
         wait_for(lambda: "it begins anew" in run.log.read_text(), run.told)
         wait_for(lambda: "fresco join" in run.log.read_text(), run.told)
         run.join_all(1, 2, 3, 4)
@@ -108,7 +92,7 @@ def test_where_the_heads_machine_is_lost_a_run_begins_anew_on_one_that_holds_a_c
         newest = copied(folder)
         assert verify(steps_of(folder / "checkpoints")[newest]).step == newest
         run.folder = there / "simulated"
-        begin_head(run, tmp_path / folder.name, "network.host=10.77.0.2", "cluster.nodes=3", FEWER, number=2)
+        run.begin_head(tmp_path / folder.name, "network.host=10.77.0.2", "cluster.nodes=3", FEWER, number=2)
         wait_for((run.folder / "agents.key").exists, run.told)
         run.join_all(2, 3, 4)
         summary = run.end()

@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+_ROOT = Path(__file__).parents[1]  # the code, which every machine has
 _UP_S = 20.0
 _BOOT = """
 mount --make-rprivate /
@@ -94,10 +95,10 @@ class Machines:
         own = self._folder / str(number)
         own.mkdir()
         mounts = []
-        for folder in self._shared.get(number, ()):
+        for folder in (*self._shared.get(number, ()), _ROOT):
             if not folder.is_relative_to("/tmp"):
                 continue
-            (own / folder.relative_to("/tmp")).mkdir(parents=True)
+            (own / folder.relative_to("/tmp")).mkdir(parents=True, exist_ok=True)
             mounts.append(f"mount --bind {folder} {own / folder.relative_to('/tmp')}")
 
         hidden = [f"mount -t tmpfs hidden {folder}" for folder in self._hidden.get(number, ())]

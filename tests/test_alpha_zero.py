@@ -51,7 +51,6 @@ RECIPE = (
     "model.dtype=float32",
     "generator.max_model_len=256",
     "generator.max_num_seqs=16",
-    "generator.options.kv_cache_bytes=16777216",
     "env.name=synthetic",
     "env.max_turns=1",
     "env.options={prompt_tokens: 8, vocab_size: 64}",
@@ -198,7 +197,8 @@ def test_simulated_engine(tmp_path: Path, model_folder: Path, make_run: MakeRun)
 @pytest.mark.docs
 def test_real_vllm_and_two_ranks(tmp_path: Path, model_folder: Path) -> None:
     """The reference runs in a process of its own: vLLM's environment must be set before Python starts."""
-    overrides = ("generator.engine=vllm", "learner.ranks=2", "generator.count=2")
+    cache = "generator.options.kv_cache_bytes=16777216"
+    overrides = ("generator.engine=vllm", cache, "learner.ranks=2", "generator.count=2")
     batch_parts, rows = run_system(tmp_path, model_folder, *overrides)
     for row in rows:  # behaviour logprobs are the learner's, after every update
         assert abs(row["loss/ratio_max"] - 1) < 1e-4 and abs(row["loss/kl_behavior_k1"]) < 1e-5

@@ -32,6 +32,14 @@ OPTIONS_OF = {
 }
 """Where a plug-in's options are, by the field that names it. Another plug-in does not inherit them, nor does another
 model a warm start: it is trained only where that is said with its name."""
+UNNAMED = {
+    "model.path": TINY,
+    "env.name": "math",
+    "algo.loss": "grpo",
+    "generator.engine": "vllm",
+    "learner.kind": "fsdp",
+}
+"""Whose options they are where a recipe names none: the defaults of these fields."""
 
 
 def removed_fields() -> dict[str, str]:
@@ -143,7 +151,7 @@ def _beside(folder: Path, value: Any) -> Any:
 
 def forget_options(tree: dict[str, Any], name: str, value: Any) -> None:
     """Drop the options of the plug-in that `name` names in the tree, where `value` names another one."""
-    before = _value(tree, name) or (TINY if name == "model.path" else None)
+    before = _value(tree, name) or UNNAMED.get(name)
     section, _, options = OPTIONS_OF[name].partition(".")
     if value is not None and before not in (None, value) and isinstance(tree.get(section), dict):
         tree[section].pop(options, None)

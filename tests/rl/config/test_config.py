@@ -16,7 +16,7 @@ import yaml
 from rl.config.recipes import SHIPPED
 from rl.config.schema import Config, ConfigError, load_config
 from rl.config.section import Section
-from rl.config.tree import removed_fields
+from rl.config.tree import UNNAMED, removed_fields
 from rl.wire.run import RunFile
 from tests.conftest import MakeRun
 
@@ -177,6 +177,16 @@ def test_another_plugin_brings_its_own_options(tmp_path: Path) -> None:
     (tmp_path / "gae.yaml").write_text("algo: {advantage: {gae: {lam: 0.9}}}\n")
     (tmp_path / "child.yaml").write_text("base: gae.yaml\nalgo: {advantage: {turn: {}}}\n")
     assert load_config(tmp_path / "child.yaml").algo.advantage == {"turn": {}}
+
+
+def test_a_recipe_without_a_name_has_the_defaults_options(tmp_path: Path) -> None:
+    for name, default in UNNAMED.items():
+        section, _, field = name.partition(".")
+        assert getattr(getattr(Config(), section), field) == default
+    own = {"kv_cache_bytes": 4096}
+    (tmp_path / "base.yaml").write_text(f"generator: {{options: {json.dumps(own)}}}\n")
+    for engine, options in (("vllm", own), ("simulated", {})):
+        assert load_config(tmp_path / "base.yaml", [f"generator.engine={engine}"]).generator.options == options
 
 
 def test_missing_and_malformed_recipes(tmp_path: Path) -> None:

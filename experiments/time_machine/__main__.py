@@ -30,6 +30,7 @@ LOSSES = "topr,cispo,gspo,reinforce"  # beside the recorded one
 UNDO_AT = 9
 UNDO_TO = 5
 UNDO_STEPS = 12
+KEPT = ("learner.checkpoint_every=5", "learner.keep_checkpoints=9")  # so that the one of step 5 is still there
 
 
 def played(recipe: str, folder: Path, steps: int, kills: int, overrides: list[str]) -> float:
@@ -68,7 +69,7 @@ def has_version(folder: Path, version: int) -> bool:
 def taken_back(recipe: str, folder: Path, overrides: list[str]) -> str:
     """A row of the table: the undo's own words, and those of a replay that begins with that step's checkpoint."""
     name = f"{recipe}_undone"
-    with started(recipe, folder, name, UNDO_STEPS, ["learner.checkpoint_every=5", *overrides]) as watch:
+    with started(recipe, folder, name, UNDO_STEPS, [*KEPT, *overrides]) as watch:
         watch.until(partial(has_version, folder / name, UNDO_AT), every_s=0.05)
         _, undone = done("undo", folder / name, "--to", str(UNDO_TO))
         watch.finish()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from algos.registry import AdvantageSpec, NoOptions, get_advantage, parse_options, register_advantage
+from algos.types import Share
 
 STD_FLOOR = 1e-6
 
@@ -144,11 +145,8 @@ def _centre(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class TurnOptions:
-    discount: float = 1.0
+    discount: Share = 1.0
     """The factor for the rewards of later turns."""
-
-    def __post_init__(self) -> None:
-        _check_fraction("discount", self.discount)
 
 
 @register_advantage("turn", TurnOptions, level="turn", needs_group=True)
@@ -195,13 +193,10 @@ def turn_local(episodes: Episodes, options: TurnLocalOptions) -> Tensor:
 class GigpoOptions:
     weight: float = 1.0
     """The weight of the step's advantage, beside the episode's (omega)."""
-    discount: float = 0.95
+    discount: Share = 0.95
     """The factor for the rewards of later turns, in the step's return (gamma)."""
     std: bool = True
     """Divide by the standard deviation; without, the means alone are taken off (F_norm = 1)."""
-
-    def __post_init__(self) -> None:
-        _check_fraction("discount", self.discount)
 
 
 @register_advantage("gigpo", GigpoOptions, level="turn", needs_group=True)
@@ -243,16 +238,12 @@ def batch_normalised_group_centred(episodes: Episodes, options: NoOptions) -> Te
 
 @dataclass(frozen=True)
 class GAEOptions:
-    discount: float = 1.0
+    discount: Share = 1.0
     """gamma, per generated token."""
-    lam: float = 1.0
+    lam: Share = 1.0
     """The lambda of the policy's advantages: 1 is return minus value, smaller trusts the critic more."""
     normalise: bool = True
     """Subtract the mean and divide by the standard deviation over the tokens of the batch."""
-
-    def __post_init__(self) -> None:
-        _check_fraction("discount", self.discount)
-        _check_fraction("lam", self.lam)
 
 
 @register_advantage("gae", GAEOptions, level="token", needs_values=True)
@@ -313,8 +304,3 @@ def _normalised_over_batch(values: Tensor, episodes: Episodes) -> Tensor:
     (square,) = episodes.all_reduce((centred**2).sum()[None], "sum")
     found[episodes.mask] = centred / ((square / count).sqrt() + STD_FLOOR)
     return found
-
-
-def _check_fraction(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name}={value} must be in [0, 1]")

@@ -5,19 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from algos.registry import register_loss
-from algos.types import LossInputs, LossResult
+from algos.types import LossInputs, LossResult, NotNegative, Share
 
 
 @dataclass(frozen=True)
 class CISPOOptions:
-    clip_low: float = 1.0
+    clip_low: Share = 1.0
     """If this is 1, there is no lower bound, as in the paper."""
-    clip_high: float = 4.0
+    clip_high: NotNegative = 4.0
     """Weights are at most 1 + clip_high."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.clip_low <= 1 or self.clip_high < 0:
-            raise ValueError(f"{self}: 0 <= clip_low <= 1 and clip_high >= 0 must hold")
 
 
 @register_loss("cispo", CISPOOptions)

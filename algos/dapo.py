@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from algos.ppo import PPOOptions, ppo
 from algos.registry import register_loss
+from algos.types import NotNegative
 
 
 @dataclass(frozen=True)
 class DAPOOptions(PPOOptions):
-    clip_high: float = 0.28
+    clip_high: NotNegative = 0.28
     """It is higher than clip_low: rare tokens keep their room to grow."""
 
 

@@ -8,22 +8,19 @@ from torch import Tensor
 
 from algos.ppo import PPOOptions, clipped
 from algos.registry import register_loss
-from algos.types import LossInputs, LossResult
+from algos.types import LossInputs, LossResult, Positive
 
 
 @dataclass(frozen=True)
 class DecoupledPPOOptions(PPOOptions):
-    cap: float = 5.0
+    cap: Positive = 5.0
     """Behaviour weights above it count as this much."""
     proximal: str = "recomputed"
     """`recomputed`: one more forward per batch. `interpolated`: between behaviour and current policy, for free."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.proximal not in ("recomputed", "interpolated"):
             raise ValueError(f"proximal={self.proximal!r} must be 'recomputed' or 'interpolated'")
-        if self.cap <= 0:
-            raise ValueError(f"cap={self.cap} must be positive")
 
 
 @register_loss("decoupled_ppo", DecoupledPPOOptions, needs_proximal=lambda options: options.proximal == "recomputed")

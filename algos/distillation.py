@@ -5,21 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from algos.registry import register_loss
-from algos.types import LossInputs, LossResult
+from algos.types import LossInputs, LossResult, NotNegative, Positive
 
 
 @dataclass(frozen=True)
 class ReverseKLOptions:
-    rewards: float = 0.0
+    rewards: NotNegative = 0.0
     """Weight of the advantage that rewards give, beside the teacher's; 0: the teacher alone."""
-    cap: float = 2.0
+    cap: Positive = 2.0
     """Largest importance weight of a token that an older policy has sampled."""
-
-    def __post_init__(self) -> None:
-        if self.rewards < 0:
-            raise ValueError(f"rewards={self.rewards} must be 0, or positive")
-        if self.cap <= 0:
-            raise ValueError(f"cap={self.cap} must be positive")
 
 
 @register_loss("reverse_kl", ReverseKLOptions)

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from algos.ppo import PPOOptions, clipped
 from algos.registry import register_loss
-from algos.types import LossInputs, LossResult
+from algos.types import LossInputs, LossResult, NotNegative, Share
 
 
 @dataclass(frozen=True)
 class GSPOOptions(PPOOptions):
-    clip_low: float = 3e-4
+    clip_low: Share = 3e-4
     """The geometric mean of a sequence's ratios stays within [1 - clip_low, 1 + clip_high]."""
-    clip_high: float = 4e-4
+    clip_high: NotNegative = 4e-4
 
 
 @register_loss("gspo", GSPOOptions, aggregation="sequence")

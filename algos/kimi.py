@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from algos.registry import register_loss
-from algos.types import LossInputs, LossResult
+from algos.types import LossInputs, LossResult, NotNegative
 
 
 @dataclass(frozen=True)
 class KimiOptions:
-    tau: float = 0.1
+    tau: NotNegative = 0.1
     """Strength of the square."""
-
-    def __post_init__(self) -> None:
-        if self.tau < 0:
-            raise ValueError(f"tau={self.tau} must not be negative")
 
 
 @register_loss("kimi", KimiOptions)

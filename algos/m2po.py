@@ -8,17 +8,13 @@ import torch
 from torch import Tensor
 
 from algos.registry import register_loss
-from algos.types import LossInputs, LossResult
+from algos.types import LossInputs, LossResult, Positive
 
 
 @dataclass(frozen=True)
 class M2POOptions:
-    threshold: float = 0.04
+    threshold: Positive = 0.04
     """Bound of the mean squared log-ratio."""
-
-    def __post_init__(self) -> None:
-        if self.threshold <= 0:
-            raise ValueError(f"threshold={self.threshold} must be positive")
 
 
 @register_loss("m2po", M2POOptions)

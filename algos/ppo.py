@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from algos.registry import register_loss
-from algos.types import LossInputs, LossResult
+from algos.types import LossInputs, LossResult, NotNegative, Share
 
 
 @dataclass(frozen=True)
 class PPOOptions:
-    clip_low: float = 0.2
+    clip_low: Share = 0.2
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    clip_high: float = 0.2
+    clip_high: NotNegative = 0.2
     """0.28 in DAPO ("clip higher", https://arxiv.org/abs/2503.14476)."""
-    dual_clip: float | None = None
+    dual_clip: Annotated[float, Meta(gt=1)] | None = None
     """c > 1: bounds the loss of a token with A < 0 by -c A (https://arxiv.org/abs/1912.09729)."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.clip_low <= 1 or self.clip_high < 0 or (self.dual_clip is not None and self.dual_clip <= 1):
-            raise ValueError(f"{self}: 0 <= clip_low <= 1, clip_high >= 0 and dual_clip > 1 must hold")
 
 
 @register_loss("ppo", PPOOptions)

@@ -12,13 +12,13 @@ import difflib
 import importlib
 import inspect
 import pkgutil
-import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Literal, TypeVar
 
+import msgspec
 from torch import Tensor
 
 from algos.aggregation import Aggregation
@@ -160,27 +160,26 @@ def registered(kind: Literal["loss", "advantage", "shaping"]) -> Mapping[str, ob
 
 
 def parse_options(spec: Spec, options: Mapping[str, Any]) -> Any:
-    """The plug-in's options dataclass. Raises ValueError for an unknown name (naming the nearest) or a wrong type."""
-    hints = typing.get_type_hints(spec.options)
+    """The plug-in's options dataclass.
+
+    Raises ValueError for an unknown name, naming the nearest, and for a value that is not of the option's type.
+    """
+    hints = typing.get_type_hints(spec.options, include_extras=True)
     known = [field.name for field in dataclasses.fields(spec.options)]
     values = {}
     for key, value in options.items():
         if key not in known:
             raise ValueError(f"{spec.kind} {spec.name!r} has no option {key!r}{_nearest(key, known)}")
-        values[key] = _checked(f"option {key!r} of {spec.kind} {spec.name!r}", hints[key], value)
+
+        what = f"option {key!r} of {spec.kind} {spec.name!r}"
+        try:
+            values[key] = msgspec.convert(value, hints[key])
+        except msgspec.ValidationError as error:
+            expected = str(error).removeprefix("Expected ").partition(", got ")[0]
+            raise ValueError(f"{what} must be {expected}, not {value!r}") from None
+        if value != value:
+            raise ValueError(f"{what} must be a number, not {value!r}")
     return spec.options(**values)
-
-
-def _checked(what: str, hint: Any, value: Any) -> Any:
-    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if float in allowed and type(value) is int:
-        return float(value)
-    if type(value) not in allowed and not (value is None and type(None) in allowed):
-        names = " or ".join(getattr(kind, "__name__", str(kind)) for kind in allowed)
-        raise ValueError(f"{what} must be {names}, not {value!r}")
-    if value != value:
-        raise ValueError(f"{what} must be a number, not {value!r}")
-    return value
 
 
 def _register(kind: type[Spec], name: str, options: type, *traits: Any) -> Callable[[_F], _F]:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from algos.registry import ShapingSpec, get_shaping, parse_options, register_shaping
+from algos.types import NotNegative
 
 
 @dataclass(frozen=True)
@@ -79,22 +81,21 @@ def shape(inputs: RewardInputs, shapings: Iterable[Shaping]) -> Tensor:
     return inputs.rewards
 
 
+Tokens = Annotated[int, Meta(ge=1)]
+
+
 @dataclass(frozen=True)
 class OverlongOptions:
-    max_tokens: int | None = None
+    max_tokens: Tokens | None = None
     """Generated tokens of an episode from which the penalty is whole; None: the most it can generate."""
-    buffer: int | None = None
+    buffer: Tokens | None = None
     """The penalty grows from 0 to `penalty` over this many tokens; None: a fifth of max_tokens, as in the paper."""
-    penalty: float = 1.0
+    penalty: NotNegative = 1.0
     """What is taken off the reward of an episode of max_tokens."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
-        if self.buffer is not None and not 1 <= self.buffer <= (self.max_tokens or self.buffer):
-            raise ValueError(f"buffer={self.buffer} must be at least 1 and at most max_tokens={self.max_tokens}")
-        if self.penalty < 0:
-            raise ValueError(f"penalty={self.penalty} must not be negative")
+        if self.max_tokens is not None and self.buffer is not None and self.buffer > self.max_tokens:
+            raise ValueError(f"buffer={self.buffer} must be at most max_tokens={self.max_tokens}")
 
 
 @register_shaping("overlong", OverlongOptions)

@@ -7,19 +7,15 @@ from dataclasses import dataclass
 import torch
 
 from algos.registry import register_loss
-from algos.types import LossInputs, LossResult
+from algos.types import LossInputs, LossResult, Positive
 
 
 @dataclass(frozen=True)
 class SAPOOptions:
-    tau_positive: float = 1.0
+    tau_positive: Positive = 1.0
     """Steepness of the gate where A > 0."""
-    tau_negative: float = 1.05
+    tau_negative: Positive = 1.05
     """The steepness elsewhere: it is higher, because pushing a token down raises many others."""
-
-    def __post_init__(self) -> None:
-        if self.tau_positive <= 0 or self.tau_negative <= 0:
-            raise ValueError(f"{self}: tau_positive and tau_negative must be positive")
 
 
 @register_loss("sapo", SAPOOptions, aggregation="sequence")

@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from algos.registry import register_loss
-from algos.types import LossInputs, LossResult
+from algos.types import LossInputs, LossResult, Positive
 
 
 @dataclass(frozen=True)
 class TISOptions:
-    cap: float = 2.0
+    cap: Positive = 2.0
     """C: weights above it count as C."""
-
-    def __post_init__(self) -> None:
-        if self.cap <= 0:
-            raise ValueError(f"cap={self.cap} must be positive")
 
 
 @register_loss("tis", TISOptions)
@@ -32,7 +28,7 @@ def tis(inputs: LossInputs, options: TISOptions) -> LossResult:
 
 @dataclass(frozen=True)
 class AIPOOptions(TISOptions):
-    cap: float = 4.0
+    cap: Positive = 4.0
     """rho; the paper uses 2 to 10."""
 
 

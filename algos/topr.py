@@ -8,30 +8,25 @@ from dataclasses import dataclass
 import torch
 
 from algos.registry import register_loss
-from algos.types import LossInputs, LossResult
+from algos.types import LossInputs, LossResult, NotNegative, Positive
 
 
 @dataclass(frozen=True)
 class TOPROptions:
     ratio: str = "sequence"
     """The ratio of the whole `sequence`, as in the paper, or of each `token`."""
-    cap: float = 1.0
+    cap: Positive = 1.0
     """Weights where the advantage is negative are at most this."""
 
     def __post_init__(self) -> None:
-        if self.ratio not in ("sequence", "token") or self.cap <= 0:
-            raise ValueError(f"{self}: ratio must be 'sequence' or 'token', and cap positive")
+        if self.ratio not in ("sequence", "token"):
+            raise ValueError(f"ratio={self.ratio!r} must be 'sequence' or 'token'")
 
 
 @dataclass(frozen=True)
 class WeightedTOPROptions(TOPROptions):
-    positive_weight: float = 1.0
-    negative_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.positive_weight < 0 or self.negative_weight < 0:
-            raise ValueError(f"{self}: positive_weight and negative_weight must not be negative")
+    positive_weight: NotNegative = 1.0
+    negative_weight: NotNegative = 1.0
 
 
 @register_loss("topr", TOPROptions)

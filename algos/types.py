@@ -8,9 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
+from msgspec import Meta
 from torch import Tensor
+
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+"""Numbers of options, with what holds of them: `algos.registry.parse_options` refuses others."""
 
 LOG_RATIO_BOUND = 30.0  # e^30 = 1e13, far beyond any clip range; its square still fits a float32
 

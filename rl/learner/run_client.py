@@ -50,6 +50,7 @@ T = TypeVar("T")
 M = TypeVar("M", BatchPart, Journal)
 _TURN_S = 1.0  # of a wait, with what is done in it
 _POLL_MS = 100  # how soon a failed weight update is noticed while waiting
+EMPTY: Mapping[str, list[float]] = MappingProxyType({})
 ToBroker = messages.BatchRequest | messages.Published | messages.EvalRequest | messages.SaveRequest
 
 
@@ -127,6 +128,8 @@ class Client(ABC):
         self.last_step = self.run.last_step
         self._step = first_step
         self._ended_at = self.last_step
+        self._began = self._reported = time.monotonic()
+        self._summary: dict[str, Any] = {"steps": 0}
 
     @property
     @abstractmethod
@@ -147,14 +150,33 @@ class Client(ABC):
     def journal(self, n: int) -> bytes:
         """What a checkpoint of version `n` keeps beside the weights; empty on other ranks than the first."""
 
-    @abstractmethod
     def report(
-        self,
-        batch_part: BatchPart,
-        values: dict[str, float],
-        histograms: Mapping[str, list[float]] = MappingProxyType({}),
+        self, batch_part: BatchPart, values: dict[str, float], histograms: Mapping[str, list[float]] = EMPTY
     ) -> None:
-        """The metrics of one trained batch."""
+        """The metrics row of one trained batch: `values`, and how fast the rows were trained."""
+        now = time.monotonic()
+        step_s = now - self._reported
+        self._reported = now
+
+        tokens = float(sum(row.tokens for row in batch_part.rows))
+        row = values | {
+            "time/step": step_s,
+            "version/timeline": float(self.timeline),
+            "time/over": batch_part.over,
+            "tokens/trained": tokens,
+            "tokens_per_second": tokens / step_s,
+        }
+        if self.rank == 0:
+            self.process.send(messages.Metrics(batch_part.step + 1, row, dict(histograms)))
+
+        ends = {key: row[f"train/{key}"] for key in ("reward", "loss") if f"train/{key}" in row}
+        self._summary.setdefault("first", ends)
+        self._summary |= {"last": ends, "steps": self._summary["steps"] + 1}
+        self.process.progress += 1
+
+    def closing_report(self) -> dict[str, Any]:
+        """The learner's part of the summary."""
+        return {"seconds": time.monotonic() - self._began, **self._summary}
 
     def go_back(self, n: int) -> None:
         """Version `n` is the newest again. Raises ValueError where nobody can take anything back."""
@@ -221,12 +243,10 @@ class RunClient(Client):
             self._broker = BrokerLine(process)
             self._service = UpdaterService(self.run, process, bytes_of(entries))
             self._service.start()
-            process.closing_report = self._closing_report
+            process.closing_report = self.closing_report
 
         self._malformed = Malformed(f"learner.{self.rank}")
         self._waited_s = 0.0  # for the current batch
-        self._began = self._reported = time.monotonic()
-        self._summary: dict[str, Any] = {"steps": 0}
 
     def _clock(self) -> float:
         """The time by which others are judged."""
@@ -308,11 +328,7 @@ class RunClient(Client):
     # ------------------------------------------------------------ weights, journal, metrics
 
     def publish(
-        self,
-        n: int,
-        pieces: Iterable[Piece],
-        probe_ids: Sequence[int] = (),
-        probe_logp: Sequence[float] = (),
+        self, n: int, pieces: Iterable[Piece], probe_ids: Sequence[int] = (), probe_logp: Sequence[float] = ()
     ) -> bool:
         """Offer version `n` to the generators, tell the broker, ask for an evaluation when one is due.
 
@@ -383,44 +399,25 @@ class RunClient(Client):
                 return journal.state
 
     def report(
-        self,
-        batch_part: BatchPart,
-        values: dict[str, float],
-        histograms: Mapping[str, list[float]] = MappingProxyType({}),
+        self, batch_part: BatchPart, values: dict[str, float], histograms: Mapping[str, list[float]] = EMPTY
     ) -> None:
-        """The metrics row of one trained batch: the broker's view, `values`, and what the protocol itself took."""
-        now = time.monotonic()
-        step_s = now - self._reported
-        self._reported = now
-
-        tokens = float(sum(row.tokens for row in batch_part.rows))
+        """With the broker's view, and what the protocol itself took."""
         rewards = [sample.reward for sample in batch_part.rows if not sample.unrewarded]
-        row = batch_part.metrics | values
-        row |= {
-            **({"train/reward": float(np.mean(rewards))} if rewards else {}),
-            "time/step": step_s,
-            "time/wait_batch": self._waited_s,
-            "version/timeline": float(self.timeline),
-            "time/over": batch_part.over,
-            "tokens/trained": tokens,
-            "tokens_per_second": tokens / step_s,
-        }
-
+        row = batch_part.metrics | values | {"time/wait_batch": self._waited_s}
+        if rewards:
+            row["train/reward"] = float(np.mean(rewards))
         if self._service is not None:
             row |= {f"weight_sync/{key}": value for key, value in self._weight_stats().items()}
-            spread = {
-                "staleness": [float(batch_part.step - sample.version) for sample in batch_part.rows],
-                "histogram/length": [float(sample.loss_tokens) for sample in batch_part.rows],
-                "histogram/reward": rewards,
-            }
-            self.process.send(messages.Metrics(batch_part.step + 1, row, spread | dict(histograms)))
-            self._check_starved(batch_part.step, step_s)
 
-        ends = {key: row[f"train/{key}"] for key in ("reward", "loss") if f"train/{key}" in row}
-        self._summary.setdefault("first", ends)
-        self._summary["last"] = ends
-        self._summary["steps"] += 1
-        self.process.progress += 1
+        spread = {
+            "staleness": [float(batch_part.step - sample.version) for sample in batch_part.rows],
+            "histogram/length": [float(sample.loss_tokens) for sample in batch_part.rows],
+            "histogram/reward": rewards,
+        }
+        before = self._reported
+        super().report(batch_part, row, spread | dict(histograms))
+        if self._service is not None:
+            self._check_starved(batch_part.step, self._reported - before)
         self.listen()
 
     def _check_starved(self, step: int, step_s: float) -> None:
@@ -437,17 +434,11 @@ class RunClient(Client):
         assert self._service is not None
         return self._service.stats() | self._sender.stats()
 
-    def _closing_report(self) -> dict[str, Any]:
-        assert self._service is not None
-        seconds = time.monotonic() - self._began
+    def closing_report(self) -> dict[str, Any]:
+        told = super().closing_report()
         waits = dict(self.process.waits.seconds)
-        return {
-            "seconds": seconds,
-            "waits": waits,
-            "wait_fraction": waits.get("broker", 0.0) / seconds,
-            "weight_sync": self._weight_stats(),
-            **self._summary,
-        }
+        fraction = waits.get("broker", 0.0) / told["seconds"]
+        return told | {"waits": waits, "wait_fraction": fraction, "weight_sync": self._weight_stats()}
 
     # ------------------------------------------------------------ waiting
 

@@ -9,10 +9,7 @@ Which rows batch n has depends on the seed and n alone, so a run that goes on ne
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +18,7 @@ from torch import Tensor
 
 from rl.learner.credit import all_reduce
 from rl.learner.rows import FOLDER, journal_of, rows_of_batch
-from rl.learner.run_client import Client, Stopped
+from rl.learner.run_client import EMPTY, Client, Stopped
 from rl.models.packing import make_packs, pad_packs
 from rl.models.protocol import PolicyModel
 from rl.store.token_rows import Marked, TokenRows
@@ -51,10 +48,8 @@ class RowsClient(Client):
         self._rows = TokenRows(self.run.folder / FOLDER / "train")
         self._held_out = TokenRows(self.run.folder / FOLDER / "eval")
         self._save_first = False
-        self._began = self._reported = time.monotonic()
-        self._summary: dict[str, Any] = {"steps": 0}
         if self.rank == 0:
-            process.closing_report = lambda: {"seconds": time.monotonic() - self._began, **self._summary}
+            process.closing_report = self.closing_report
 
     @property
     def timeline(self) -> int:
@@ -87,32 +82,13 @@ class RowsClient(Client):
         return journal_of(self.run.data, self.config) if self.rank == 0 else b""
 
     def report(
-        self,
-        batch_part: BatchPart,
-        values: dict[str, float],
-        histograms: Mapping[str, list[float]] = MappingProxyType({}),
+        self, batch_part: BatchPart, values: dict[str, float], histograms: Mapping[str, list[float]] = EMPTY
     ) -> None:
-        now = time.monotonic()
-        step_s = now - self._reported
-        self._reported = now
-
-        tokens = float(sum(row.tokens for row in batch_part.rows))
+        """Nothing of what only samples have."""
         row = {name: values[name] for name in _TOLD if name in values}
-        row |= {
-            "train/epoch": (batch_part.step + 1) * len(batch_part.rows) / len(self._rows),
-            "time/step": step_s,
-            "time/over": 0.0,
-            "version/timeline": float(self.timeline),
-            "tokens/trained": tokens,
-            "tokens/learned": float(batch_part.loss_tokens),
-            "tokens_per_second": tokens / step_s,
-        }
-
-        if self.rank == 0:
-            self.process.send(Metrics(batch_part.step + 1, row))
-        self._summary.setdefault("first", {"loss": row["train/loss"]})
-        self._summary |= {"last": {"loss": row["train/loss"]}, "steps": self._summary["steps"] + 1}
-        self.process.progress += 1
+        row["train/epoch"] = (batch_part.step + 1) * len(batch_part.rows) / len(self._rows)
+        row["tokens/learned"] = float(batch_part.loss_tokens)
+        super().report(batch_part, row)
 
     def listen(self) -> None:
         for message in self.process.received():

@@ -12,7 +12,6 @@ Packing holds only if the model gets positions that restart with each sequence, 
 from __future__ import annotations
 
 import contextlib
-from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -26,21 +25,18 @@ from transformers import AutoConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from rl.config.lora import LoraOptions
-from rl.config.schema import LearnerConfig
 from rl.models import families, lora
 from rl.models.adapter_files import check_start, read_adapters
 from rl.models.head import token_logprobs
 from rl.models.layout import Layout
 from rl.models.loading import allocate, empty_model, is_told, local_part, read_weights, saved_buffers
 from rl.models.naming import in_files
-from rl.models.packed_attention import NAME, Kernel, check_layers
+from rl.models.packed_attention import NAME, check_layers
 from rl.models.packing import Pack
 from rl.models.protocol import Exported, ModelOptions, Placement, PolicyOutput, local, whole
 from rl.models.routers import Routers
-from rl.models.team import Team
 from rl.wire.columns import ROUTED_EXPERTS
 
-DEFAULTS = LearnerConfig()
 M = TypeVar("M", bound="PackedModel")
 
 
@@ -51,14 +47,17 @@ class PackedModel(nn.Module):
     families: Iterable[str] = families.FAMILIES
     reads: Collection[str] = ()
 
-    def __init__(self, model: nn.Module, attention: Kernel = DEFAULTS.attention) -> None:
+    def __init__(self, model: nn.Module, options: ModelOptions = ModelOptions()) -> None:
+        """model: its weights may not be there yet."""
         super().__init__()
         self.model = model
         self.routers = Routers(self.decoder)
+        if options.router_replay and len(self.routers):
+            self.reads = (ROUTED_EXPERTS,)
         self.autocast_dtype: torch.dtype | None = None  # compute dtype of an unsharded model; FSDP casts by itself
         self.mesh: DeviceMesh | None = None
-        self.team: Team | None = None
-        self._kernel = attention
+        self.team = options.team
+        self._kernel = options.attention
         check_layers(self.model.config)
 
     @classmethod
@@ -82,11 +81,7 @@ class PackedModel(nn.Module):
 
         if options.lora is not None:
             lora.add_adapters(model, options.lora, options.dtype)
-        made = cls.around(model, options).train()
-        made.team = options.team
-        if options.router_replay and len(made.routers):
-            made.reads = (ROUTED_EXPERTS,)
-
+        made = cls(model, options).train()
         shard_policy(made, options, mesh=mesh, device=device)
         read_weights(made.model, folder, lora.is_adapter)
         if options.lora is not None and options.lora.start is not None:
@@ -94,11 +89,6 @@ class PackedModel(nn.Module):
         elif options.lora is not None:
             lora.begin(made.model, options.lora)
         return made
-
-    @classmethod
-    @abstractmethod
-    def around(cls, model: nn.Module, options: ModelOptions) -> Self:
-        """What reads packs around a causal language model, whose weights may not be there yet."""
 
     @property
     def decoder(self) -> Any:
@@ -201,21 +191,15 @@ class PackedModel(nn.Module):
 class Policy(PackedModel):
     """`model` is a causal language model of transformers whose logits are `hidden @ lm_head.weight.T`, or so scaled."""
 
-    def __init__(
-        self, model: nn.Module, *, logprob_chunk: int = DEFAULTS.logprob_chunk, attention: Kernel = DEFAULTS.attention
-    ) -> None:
-        super().__init__(model, attention)
-        self.logprob_chunk = logprob_chunk
+    def __init__(self, model: nn.Module, options: ModelOptions = ModelOptions()) -> None:
+        super().__init__(model, options)
+        self.logprob_chunk = options.logprob_chunk
         self.logit_divisor = families.logit_divisor(self.model.config)
         head = self.model.get_output_embeddings()
         if head is None or getattr(head, "bias", None) is not None:
             raise ValueError(f"{type(model).__name__}: the logits must be a plain product, and its head has a bias")
         if not hasattr(self.decoder, "layers"):
             raise ValueError(f"{type(model).__name__}: its decoder has no `layers` that could be sharded one by one")
-
-    @classmethod
-    def around(cls, model: nn.Module, options: ModelOptions) -> Self:
-        return cls(model, logprob_chunk=options.logprob_chunk, attention=options.attention)
 
     @property
     def tied(self) -> bool:
@@ -347,15 +331,12 @@ class Critic(PackedModel):
     head starts at zero: the first advantages are then the rewards themselves.
     """
 
-    def __init__(self, decoder: nn.Module, attention: Kernel = DEFAULTS.attention) -> None:
-        super().__init__(decoder, attention)
+    def __init__(self, model: nn.Module, options: ModelOptions = ModelOptions()) -> None:
+        """model: a causal language model, whose head is not used."""
+        super().__init__(Policy(model).decoder, options)
         self.head = nn.Linear(self.model.config.hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-
-    @classmethod
-    def around(cls, model: nn.Module, options: ModelOptions) -> Self:
-        return cls(Policy(model).decoder, options.attention)
 
     def _exported(self, untie: bool) -> Iterator[tuple[str, Tensor]]:
         return iter(self.named_parameters())

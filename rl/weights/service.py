@@ -14,7 +14,6 @@ thread tells the supervisor (`Fatal`), so that it is known while the main thread
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import sys
@@ -27,9 +26,9 @@ import zmq
 
 from rl.observe.alarms import line
 from rl.weights.channel import WeightsError
-from rl.weights.updater import Action, Loaded, LoadedAll, LoadFailed, Mismatch, Notify, UpdaterCore, tolerance
+from rl.weights.updater import Action, Loaded, LoadFailed, Mismatch, Notify, UpdaterCore, tolerance
 from rl.wire.messages import AlarmRaised, Fatal, Message, PeerDied, ProtocolError, Version, WeightStatus
-from rl.wire.process import Process
+from rl.wire.process import Process, clear_event
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import RunFile
 from rl.wire.sockets import follow, open_socket, send
@@ -57,8 +56,6 @@ class UpdaterService:
         )
 
         self.failed: str | None = None
-        self.loaded_all: Version | None = None
-        """The newest version that every generator has had at one time."""
         self._sums = dict.fromkeys(("count", "failed", "total", *_PHASES), 0.0)
         self._notices: dict[int, tuple[int, zmq.Socket[bytes]]] = {}  # generator -> incarnation and its DEALER
         self._events: queue.SimpleQueue[Callable[[float], list[Action]]] = queue.SimpleQueue()
@@ -125,9 +122,7 @@ class UpdaterService:
         seen = -1  # of the addresses' changes
         while not self._stopping:
             receiver.wait(_TICK_S)
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake_fd)
-
+            clear_event(self._wake_fd)
             changes = self._run.addresses.changes
             if changes != seen:  # a generator may have said only now where it listens
                 seen = changes
@@ -161,8 +156,6 @@ class UpdaterService:
                     send(self._notices[generator][1], notice)
                 case Loaded(status, seconds):
                     self._count(count=1, total=seconds, **status.seconds)
-                case LoadedAll(version):
-                    self.loaded_all = version
                 case LoadFailed(generator, message):
                     self._count(failed=1)
 

@@ -188,13 +188,6 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class LoadedAll:
-    """Every generator of the run has this version, the newest. Once per version."""
-
-    version: Version
-
-
-@dataclass(frozen=True)
 class LoadFailed:
     """A generator could not load; it ends by itself and its next incarnation is told again."""
 
@@ -210,7 +203,7 @@ class Mismatch:
     message: str
 
 
-Action = Notify | Loaded | LoadedAll | LoadFailed | Mismatch
+Action = Notify | Loaded | LoadFailed | Mismatch
 
 
 @dataclass
@@ -232,7 +225,6 @@ class UpdaterCore:
     """`generators`: how many the run has; `tolerance` and `probe`: of the proof."""
 
     def __init__(self, *, generators: int, rolling: bool, tolerance: float, probe: bool) -> None:
-        self._count = generators
         self._at_once = at_once(generators, rolling=rolling)
         self._proof = LoadProof(tolerance, probe=probe)
         self._newest: WeightNotice | None = None
@@ -242,8 +234,6 @@ class UpdaterCore:
         self._fresh: set[int] = set()  # behind, and serves nothing yet
         self._behind: set[int] = set()  # serves an older version
         self._updating: set[int] = set()  # was told, and serves an older version meanwhile
-        self._have: set[int] = set()  # the newest
-        self._all_have: Version | None = None  # newest version announced as LoadedAll
 
     def publish(
         self, now: float, version: Version, checksum: int | None, probe_ids: list[int], probe_logp: list[float]
@@ -300,11 +290,6 @@ class UpdaterCore:
             self._place(generator)
         return self._advance(now)
 
-    @property
-    def loading(self) -> list[int]:
-        """Generators that were told a version and have not reported it."""
-        return sorted(index for index, generator in self._generators.items() if generator.load is not None)
-
     def waiting_for(self) -> dict[int, str]:
         """What each generator is at, for a state dump."""
         return {
@@ -333,15 +318,13 @@ class UpdaterCore:
 
     def _place(self, index: int) -> None:
         """Where it stands now."""
-        for places in (self._fresh, self._behind, self._updating, self._have):
+        for places in (self._fresh, self._behind, self._updating):
             places.discard(index)
         generator = self._generators.get(index)
         if generator is None or self._newest is None or generator.failed:
             return
 
         newest = self._newest.version
-        if generator.version == newest:
-            self._have.add(index)
         if generator.load is not None:
             if self._serves(generator):
                 self._updating.add(index)
@@ -349,21 +332,15 @@ class UpdaterCore:
             (self._behind if self._serves(generator) else self._fresh).add(index)
 
     def _advance(self, now: float) -> list[Action]:
-        """Tell whoever is to load next, and announce a version that has reached everyone."""
+        """Tell whoever is to load next."""
         if self._newest is None:
             return []
 
-        newest = self._newest.version
-        actions: list[Action] = []
-        for index in self._due():
-            self._generators[index].load = _Load(newest, now)
+        due = self._due()
+        for index in due:
+            self._generators[index].load = _Load(self._newest.version, now)
             self._place(index)
-            actions.append(Notify(index, self._newest))
-
-        if len(self._have) == self._count and self._all_have != newest:
-            self._all_have = newest
-            actions.append(LoadedAll(newest))
-        return actions
+        return [Notify(index, self._newest) for index in due]
 
     def _due(self) -> list[int]:
         """Whom to tell now, the furthest behind first."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.weights.updater import Action, Loaded, LoadedAll, LoadFailed, Mismatch, Notify, UpdaterCore
+from rl.weights.updater import Action, Loaded, LoadFailed, Mismatch, Notify, UpdaterCore
 from rl.wire.messages import Version, WeightStatus
 
 NOTHING = Version(-1, -1)
@@ -59,9 +59,8 @@ def test_rolling_tells_one_after_another_and_skips_versions() -> None:
     assert told(updater.status(1, loaded(0, 1))) == [(1, 2)]  # the furthest behind, and the newest version
     assert told(updater.status(1, loaded(1, 2))) == [(2, 2)]
     assert told(updater.status(1, loaded(2, 2))) == [(0, 2)]
-    actions = updater.status(1, loaded(0, 2))
-    assert LoadedAll(Version(0, 2)) in actions and told(actions) == []
-    assert LoadedAll(Version(0, 2)) not in updater.status(2, loaded(0, 2))
+    assert told(updater.status(1, loaded(0, 2))) == []
+    assert updater.status(2, loaded(0, 2)) == []
 
 
 def test_synchronous_training_tells_all_at_once() -> None:
@@ -88,7 +87,7 @@ def test_a_restart_seen_before_its_death_frees_the_roll() -> None:
     publish(updater, 1)
     assert sorted(told(updater.status(1, WeightStatus(0, 1, NOTHING)))) == [(0, 1), (1, 1)]
     assert updater.peer_died(2, 0, 0) == []  # of the incarnation before
-    assert updater.loading == [0, 1]
+    assert all(", loading 0.1" in text for text in updater.waiting_for().values())
 
 
 def test_a_failed_load_frees_the_roll_and_waits_for_the_next_incarnation() -> None:
@@ -125,8 +124,8 @@ def test_a_version_ahead_of_its_publication_is_proven_later() -> None:
     publish(updater, 0)
     updater.status(0, WeightStatus(0, 0, NOTHING))
     assert updater.status(1, loaded(0, 1)) == []  # leased when the slot was ready, before it was announced
-    (report, everyone) = publish(updater, 1, now=2.0)
-    assert isinstance(report, Loaded) and report.seconds == 2.0 and everyone == LoadedAll(Version(0, 1))
+    (report,) = publish(updater, 1, now=2.0)
+    assert isinstance(report, Loaded) and report.seconds == 2.0
 
     updater.status(3, loaded(0, 2, checksum=5))
     assert any(isinstance(action, Mismatch) for action in publish(updater, 2))
@@ -180,7 +179,8 @@ def test_one_in_sixteen_rolls_at_a_time_and_at_least_one(count: int, at_once: in
     assert due == [(index, 1) for index in range(at_once)]
     for index in range(at_once, count):
         due += told(updater.status(1, loaded(index - at_once, 1)))
-        assert len(due) == index + 1 and len(updater.loading) == at_once
+        assert len(due) == index + 1
+        assert sum(", loading" in text for text in updater.waiting_for().values()) == at_once
 
 
 # ---------------------------------------------------------------- proof of arrival
@@ -337,7 +337,6 @@ class World:
         self.version = [-1] * self.count
         self.loading: list[int | None] = [None] * self.count
         self.unreported: list[tuple[int, int]] = []  # deaths that the supervisor has not told yet
-        self.announced: set[int] = set()
 
     def take(self, actions: list[Action]) -> None:
         for action in actions:
@@ -352,9 +351,6 @@ class World:
                         serving = [i for i in range(self.count) if self.loading[i] is not None and self.version[i] >= 0]
                         assert not [i for i in serving if self.alive[i]], "two that serve load at once"
                     self.loading[generator] = notice.version.n
-                case LoadedAll(version):
-                    assert version.n not in self.announced
-                    self.announced.add(version.n)
                 case Mismatch(_, message):
                     raise AssertionError(message)
 
@@ -414,4 +410,4 @@ def test_all_reach_the_newest(seed: int) -> None:
     world.take(publish(world.core, world.newest, world.now))
     world.settle()
     assert world.version == [world.newest] * world.count, world.core.waiting_for()
-    assert world.core.loading == [] and world.newest in world.announced
+    assert not any(", loading" in text for text in world.core.waiting_for().values())

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Union
 
@@ -167,25 +168,19 @@ class TraceFile:
 
     def _records(self) -> Iterator[tuple[float, TraceEvent | TraceHeader]]:
         """What cannot be decoded ends the file: it was torn."""
-        with self._path.open("rb") as file:
+        with self._path.open("rb", buffering=_CHUNK) as file:
+            end = file.seek(0, os.SEEK_END)
             file.seek(self._next)
-            rest = b""
-            while chunk := file.read(_CHUNK):
-                rest += chunk
-                start = 0
-
-                while (content := start + _HEAD.size) <= len(rest):
-                    at, size = _HEAD.unpack_from(rest, start)
-                    if content + size > len(rest):
-                        break
-                    try:
-                        event = self._decoder.decode(memoryview(rest)[content : content + size])
-                    except (msgspec.DecodeError, UnicodeDecodeError):
-                        return
-                    start = content + size
-                    self._next += _HEAD.size + size
-                    yield at, event
-                rest = rest[start:]
+            while len(head := file.read(_HEAD.size)) == _HEAD.size:
+                at, size = _HEAD.unpack(head)
+                if self._next + len(head) + size > end:
+                    return
+                try:
+                    event = self._decoder.decode(file.read(size))
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    return
+                self._next += _HEAD.size + size
+                yield at, event
 
 
 def trace_files(run: Path) -> list[TraceFile]:
@@ -201,7 +196,7 @@ def read_trace(run: Path) -> Iterator[TraceRecord]:
     """Every process's events, merged by time; nothing where no trace was kept. Memory does not grow with the run."""
     files = trace_files(run)
     offsets = clock_offsets([file.header for file in files])
-    yield from heapq.merge(*(_events(file, offsets[file.header]) for file in files), key=_time)
+    yield from heapq.merge(*(_events(file, offsets[file.header]) for file in files), key=attrgetter("time"))
 
 
 def told_since(run: Path, role: str, at: float) -> set[TraceEvent]:
@@ -221,10 +216,6 @@ def clock_offsets(headers: list[TraceHeader]) -> dict[TraceHeader, float]:
 def _events(file: TraceFile, offset: float) -> Iterator[TraceRecord]:
     for at, event in file.read():
         yield TraceRecord(at + offset, file.source, event)
-
-
-def _time(record: TraceRecord) -> float:
-    return record.time
 
 
 def boot_id() -> str:

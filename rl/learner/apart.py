@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -27,19 +28,22 @@ def ranks_apart(folder: Path) -> list[int]:
 def bring_home(state: Path, apart: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
     """Rank 0 gets what the ranks `apart` have written into their folder `state`, where it is removed. All ranks call it
     together, once everything is written."""
+    if not apart:
+        return
     me = dist.get_rank()
-    if me == 0:
-        for rank in apart:
-            (files,) = _receive(rank, 1, group)
-            for _ in range(files):
-                _receive_file(state, rank, group)
+    own = sorted(state.glob(f"__{me}_*")) if me in apart else []
+    files = gathered(msgspec.json.encode([(path.name, path.stat().st_size) for path in own]), group)
 
-    elif me in apart:
-        own = sorted(state.glob(f"__{me}_*"))
-        _send([len(own)], group)
-        for path in own:
-            _send_file(path, group)
-            path.unlink()
+    for rank in apart:
+        for name, size in msgspec.json.decode(files[rank], type=list[tuple[str, int]]):
+            path = state / Path(name).name
+            if me == rank:
+                _send(path, group)
+                path.unlink()
+            elif me == 0:
+                _receive(path, size, rank, group)
+
+    if me in apart:
         with contextlib.suppress(OSError):  # where another rank of this machine has files in it
             state.rmdir()
             state.parent.rmdir()
@@ -56,34 +60,15 @@ def bring_out(path: Path, apart: Sequence[int]) -> None:
             partial.rename(path)
 
 
-def _send(numbers: list[int], group: dist.ProcessGroup | None) -> None:
-    dist.send(torch.tensor(numbers, dtype=torch.int64), 0, group=group)
-
-
-def _receive(rank: int, count: int, group: dist.ProcessGroup | None) -> list[int]:
-    numbers = torch.zeros(count, dtype=torch.int64)
-    dist.recv(numbers, rank, group=group)
-    told: list[int] = numbers.tolist()
-    return told
-
-
-def _send_file(path: Path, group: dist.ProcessGroup | None) -> None:
-    name = path.name.encode()
-    _send([len(name), path.stat().st_size], group)
-    dist.send(torch.frombuffer(bytearray(name), dtype=torch.uint8), 0, group=group)
+def _send(path: Path, group: dist.ProcessGroup | None) -> None:
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             dist.send(torch.frombuffer(bytearray(chunk), dtype=torch.uint8), 0, group=group)
 
 
-def _receive_file(state: Path, rank: int, group: dist.ProcessGroup | None) -> None:
-    length, size = _receive(rank, 2, group)
-    name = torch.zeros(length, dtype=torch.uint8)
-    dist.recv(name, rank, group=group)
-
-    buffer = torch.empty(min(size, _CHUNK_BYTES), dtype=torch.uint8)
-    with (state / Path(name.numpy().tobytes().decode()).name).open("wb") as file:
+def _receive(path: Path, size: int, rank: int, group: dist.ProcessGroup | None) -> None:
+    with path.open("wb") as file:
         for start in range(0, size, _CHUNK_BYTES):
-            chunk = buffer[: min(_CHUNK_BYTES, size - start)]
+            chunk = torch.empty(min(_CHUNK_BYTES, size - start), dtype=torch.uint8)
             dist.recv(chunk, rank, group=group)
             file.write(chunk.numpy().data)

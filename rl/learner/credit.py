@@ -38,18 +38,21 @@ def all_reduce(values: Tensor, how: Literal["sum", "max"], among: dist.ProcessGr
     return values
 
 
-def gathered(own: bytes) -> list[bytes]:
-    """What each rank gives, by rank. All ranks call it together; torch's own exchange of objects would be pickle."""
+def gathered(own: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """What each rank gives, by rank. All ranks call it together; torch's own exchange of objects would be pickle.
+
+    group: of all ranks as well, for a thread beside that of training.
+    """
     if not dist.is_initialized():
         return [own]
     sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     sizes[dist.get_rank()] = len(own)
-    dist.all_reduce(sizes)
+    dist.all_reduce(sizes, group=group)
 
     padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
     padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else padded[:0]
     parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded)
+    dist.all_gather(parts, padded, group)
     return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes.tolist(), strict=True)]
 
 

@@ -327,7 +327,7 @@ class _Waiting(Exception):
 def test_unknown_options_and_missing_values_are_refused() -> None:
     with pytest.raises(ValueError, match=r"advantage 'gae' has no option 'lamda'; did you mean 'lam'\?"):
         make_estimator("gae", {"lamda": 0.9})
-    with pytest.raises(ValueError, match="option 'lam' of advantage 'gae' must be `float` <= 1.0, not 1.5"):
+    with pytest.raises(ValueError, match=r"option 'lam' of advantage 'gae' must be `float` <= 1.0, not 1.5"):
         make_estimator("gae", {"lam": 1.5})
     with pytest.raises(ValueError, match="advantage 'group' has no option 'discount'; known: none"):
         make_estimator("group", {"discount": 1.0})

@@ -51,7 +51,7 @@ def _useless(loss: Loss, result: object) -> str:
     shape = getattr(result.per_token, "shape", ())
     if shape != random_inputs().mask.shape:
         return f"per_token has {_NOT_PER_TOKEN.format(tuple(shape))}"
-    found = result.per_token.requires_grad or loss.entropy_gradient
+    found = result.per_token.requires_grad or loss.spec.entropy_gradient
     return "" if found else "its values do not depend on logp_current: there is no gradient"
 
 

@@ -49,8 +49,17 @@ def clipped(ratio: Tensor, advantages: Tensor, options: PPOOptions) -> tuple[Ten
     return loss, stopped
 
 
-# The same function on other advantages and sums:
+@dataclass(frozen=True)
+class DAPOOptions(PPOOptions):
+    clip_high: NotNegative = 0.28
+    """It is higher than clip_low: rare tokens keep their room to grow."""
+
+
+# The same function with other bounds, advantages and sums:
 register_loss("grpo", PPOOptions)(ppo)  # https://arxiv.org/abs/2402.03300: normalised by group
+# https://arxiv.org/abs/2503.14476, eq. 8: DAPO, whose dynamic sampling is `rollout.filter_constant_groups` and whose
+# over-long penalty is `algo.shaping: [overlong]`
+register_loss("dapo", DAPOOptions)(ppo)
 # https://arxiv.org/abs/2503.20783: neither the group's deviation nor the length divides
 register_loss("dr_grpo", PPOOptions, advantage="group_mean", aggregation="constant")(ppo)
 # REINFORCE++, https://arxiv.org/abs/2501.03262: rewards to go, normalised over the batch

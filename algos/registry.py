@@ -89,10 +89,6 @@ class Loss:
         needs = self.spec.needs_proximal
         return needs if isinstance(needs, bool) else needs(self.options)
 
-    @property
-    def entropy_gradient(self) -> bool:
-        return self.spec.entropy_gradient
-
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _S = TypeVar("_S", bound=Spec)

@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from rl.config.schema import ConfigError, nearest
-from rl.config.section import refuse_flag, refuse_size
+from rl.config.section import NO_FLAG, refuse_size
 from rl.config.tree import first_fault
 
 _ROOT = Path(__file__).parents[2]  # the folder that holds our packages
@@ -162,22 +162,16 @@ def validated(model: type[BaseModel], options: dict[str, Any], where: str) -> An
         if key not in known:
             raise ConfigError(f"unknown key '{where}.{key}'{nearest(key, known)}")
     try:
-        for key, value in options.items():
-            refuse_flag(model, key, value)
-            refuse_size(key, value)
-    except ValueError as error:
-        raise ConfigError(f"{where}.{key}={value!r}: {error}") from None
-
-    try:
         made = model.model_validate(options)
     except ValidationError as error:
         raise ConfigError(first_fault(error, options, where)) from None
-    _check_inner(made, options, where)
+    _check_numbers(made, options, where)
     return made
 
 
-def _check_inner(value: Any, given: Any, where: str) -> None:
-    """The same of the numbers in sections, mappings and lists that are options. Raises ConfigError."""
+def _check_numbers(value: Any, given: Any, where: str) -> None:
+    """Options are held to what `Section` holds its fields to, in sections, mappings and lists as well. Raises
+    ConfigError."""
     if isinstance(value, BaseModel):
         parts: dict[Any, Any] = {name: getattr(value, name) for name in value.model_fields_set}
     elif isinstance(value, dict):
@@ -189,14 +183,14 @@ def _check_inner(value: Any, given: Any, where: str) -> None:
     else:
         try:
             if isinstance(given, bool) and not isinstance(value, bool):
-                raise ValueError("a number is wanted here, not true or false")
+                raise ValueError(NO_FLAG)
             refuse_size(where.rpartition(".")[2], value)
         except ValueError as error:
             raise ConfigError(f"{where}={given!r}: {error}") from None
         return
 
     for name, part in parts.items():
-        _check_inner(part, given.get(name) if isinstance(given, dict) else part, f"{where}.{name}")
+        _check_numbers(part, given.get(name) if isinstance(given, dict) else part, f"{where}.{name}")
 
 
 def own_packages_first() -> None:

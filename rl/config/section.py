@@ -12,6 +12,8 @@ LARGEST = 1 << 53
 carry it."""
 LONGEST_S = 1e9
 """Thirty years: beyond that the kernel's clocks overflow."""
+NO_FLAG = "a number is wanted here, not true or false"
+"""What is said of `true`, which Python takes for 1."""
 
 
 _MOST = {"workers": 4096, "threads": 4096, "sandboxes": 1 << 16, "sessions": 1 << 16, "_mb": 1 << 24}
@@ -38,10 +40,11 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _flags_are_no_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        field = str(info.field_name)
-        if value is False and "off" in get_args(cls.model_fields[field].annotation):
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if value is False and "off" in get_args(kind):
             return "off"  # which YAML reads as false
-        refuse_flag(cls, field, value)
+        if isinstance(value, bool) and {kind, *get_args(kind)} & {int, float}:
+            raise ValueError(NO_FLAG)
         return value
 
     @field_validator("*", mode="after")
@@ -79,10 +82,3 @@ def refuse_size(name: str, value: Any) -> None:
         most = LONGEST_S if is_time else of_kind
         if math.isnan(value) or abs(value) > most:
             raise ValueError(f"lower it: no number here is larger than {most:g}")
-
-
-def refuse_flag(model: type[BaseModel], field: str, value: Any) -> None:
-    """Python takes `true` for 1. Raises ValueError where a number is wanted."""
-    kind = model.model_fields[field].annotation
-    if isinstance(value, bool) and {kind, *get_args(kind)} & {int, float}:
-        raise ValueError("a number is wanted here, not true or false")

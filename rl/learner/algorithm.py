@@ -47,7 +47,7 @@ class Algorithm:
     @property
     def entropy_gradient(self) -> bool:
         """Whether the entropy carries a gradient."""
-        return self.loss.entropy_gradient or self.regularisation.entropy_gradient
+        return self.loss.spec.entropy_gradient or self.regularisation.entropy_gradient
 
 
 def make_algorithm(config: Config) -> Algorithm:

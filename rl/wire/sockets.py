@@ -73,7 +73,6 @@ class Connection(zmq.Socket[bytes]):
     _run: RunFile
     _name = ""
     _endpoint: str | None = None
-    _moves = False  # over ipc it is where its name says
     _changes = -1  # of the addresses, when it looked
     _held: list[Frames]
     addresses: Addresses
@@ -87,12 +86,11 @@ class Connection(zmq.Socket[bytes]):
         self._name = name
         self._held = []
         self.addresses = run.addresses
-        self._moves = run.config.network.transport == "tcp"
         self._look()
 
     def follow(self) -> None:
         """Look where it is. Called before whatever is sent, and by whoever waits for what it receives."""
-        if self._moves and self._changes != self.addresses.changes:
+        if self._changes != self.addresses.changes:
             self._look()
 
     def _look(self) -> None:

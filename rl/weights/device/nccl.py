@@ -40,7 +40,8 @@ _STOP_S = 2.0
 
 
 class NcclSender(Sender):
-    _store: Store | None = None  # once open
+    _store: Store
+    _is_open = False
 
     def open(self) -> None:
         self._parts: dict[int, Tensor] = {}  # by n
@@ -62,12 +63,13 @@ class NcclSender(Sender):
             _, self._store = self.wait("rank 0's store", lambda seconds: connected(self.run, seconds, who))
         self._threads = [threading.Thread(target=self._listen, name="weight lines", daemon=True)]
         self._threads[0].start()
+        self._is_open = True
 
     def offer(self, n: int, pieces: Iterable[Piece]) -> None:
         if not self._table:
             pieces = list(pieces)
             self._table = self._tabled(pieces)
-            self._opened().set(f"table/{self.rank}", json.dumps(self._table))
+            self._store.set(f"table/{self.rank}", json.dumps(self._table))
 
         part = self.wait("slot", lambda seconds: wait_for(self._room, seconds, self._blockers))
         packed = zip(self._table, places(self._table, part), strict=True)
@@ -81,21 +83,20 @@ class NcclSender(Sender):
         found = device_digest(part)  # which also waits for the copies
         with self._lock:
             self._parts[n] = part
-        self._opened().set(f"offered/{n}/{self.rank}", str(found))
+        self._store.set(f"offered/{n}/{self.rank}", str(found))
 
     def receipt(self, n: int) -> int:
         keys = offered(self.run, n)
-        store = self._opened()
 
         def waiting() -> str:
-            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
             return f"learner rank {self.rank} waits for rank {', '.join(missing)} to offer version {n}"
 
         def ask(seconds: float) -> bool:
-            return wait_for(lambda: store.check(keys) or None, seconds, waiting)
+            return wait_for(lambda: self._store.check(keys) or None, seconds, waiting)
 
         self.wait("other ranks' part", ask)
-        return combined(int(store.get(key)) for key in keys)
+        return combined(int(self._store.get(key)) for key in keys)
 
     def announce(self, version: Version) -> None:
         self._announced = version
@@ -104,18 +105,13 @@ class NcclSender(Sender):
         self._dead[name] = incarnation
 
     def close(self) -> None:
-        if self._store is not None:
+        if self._is_open:
             self._stopping = True
             for thread in self._threads:
                 thread.join(_STOP_S)  # each looks at the store while it is there
             if self.rank == 0:
                 self._meeting.close()
-        self._store = None
-
-    def _opened(self) -> Store:
-        if self._store is None:
-            raise WeightsError(f"the weight sender of rank {self.rank} is not open")
-        return self._store
+        self._is_open = False
 
     def _tabled(self, pieces: Iterable[Piece]) -> Table:
         dtypes = {name: dtype for name, _, dtype in self.entries}
@@ -136,12 +132,11 @@ class NcclSender(Sender):
 
     def _listen(self) -> None:
         """A thread for each line that is opened."""
-        store = self._opened()
         line = 0
         while not self._stopping:
-            if store.check([f"line/{line}"]):
-                name, incarnation = json.loads(store.get(f"line/{line}"))
-                arguments = store, line, name, incarnation
+            if self._store.check([f"line/{line}"]):
+                name, incarnation = json.loads(self._store.get(f"line/{line}"))
+                arguments = line, name, incarnation
                 thread = threading.Thread(target=self._serve, args=arguments, name=f"weights to {name}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
@@ -149,18 +144,18 @@ class NcclSender(Sender):
             else:
                 time.sleep(_TICK_S)
 
-    def _serve(self, store: Store, line: int, name: str, incarnation: int) -> None:
+    def _serve(self, line: int, name: str, incarnation: int) -> None:
         """Until the line's end."""
 
         def check() -> None:
             dead = self._dead.get(name.rpartition("-")[0], -1) >= incarnation
-            if self._stopping or dead or store.check([f"over/{line}"]):
+            if self._stopping or dead or self._store.check([f"over/{line}"]):
                 raise _Over
 
-        link = Link(self.run, PrefixStore(f"group/{line}/{self.rank}", store), 0, self._device, check)
+        link = Link(self.run, PrefixStore(f"group/{line}/{self.rank}", self._store), 0, self._device, check)
         try:
             for ask in itertools.count():
-                self._send(link, self._answer(store, link, f"{line}/{ask}"))
+                self._send(link, self._answer(link, f"{line}/{ask}"))
         except _Over:
             pass
         except Exception as error:  # it stood still, or broke off: it opens another line
@@ -168,16 +163,16 @@ class NcclSender(Sender):
         finally:
             link.close()
 
-    def _answer(self, store: Store, link: Link, ask: str) -> int:
+    def _answer(self, link: Link, ask: str) -> int:
         """The version that this ask is answered with; on rank 0 it is chosen."""
         if self.rank == 0:
-            link.wait_for(lambda: store.check([f"ask/{ask}"]))
-            at_least = Version(*json.loads(store.get(f"ask/{ask}")))
+            link.wait_for(lambda: self._store.check([f"ask/{ask}"]))
+            at_least = Version(*json.loads(self._store.get(f"ask/{ask}")))
             link.wait_for(lambda: self._announced >= at_least)
-            store.set(f"answer/{ask}", json.dumps([self._announced.timeline, self._announced.n]))
+            self._store.set(f"answer/{ask}", json.dumps([self._announced.timeline, self._announced.n]))
 
-        link.wait_for(lambda: store.check([f"answer/{ask}"]))
-        return Version(*json.loads(store.get(f"answer/{ask}"))).n
+        link.wait_for(lambda: self._store.check([f"answer/{ask}"]))
+        return Version(*json.loads(self._store.get(f"answer/{ask}"))).n
 
     def _send(self, link: Link, n: int) -> None:
         with self._lock:

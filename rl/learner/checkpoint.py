@@ -15,8 +15,9 @@ import io
 import json
 import pickle
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -186,48 +187,53 @@ def export_hf(policy: PolicyModel, folder: Path, source: Path, beside: Mapping[s
     copied from `source`, the texts that stand `beside` them by name, and digests of all. Everybody may read them. The
     folder appears by one rename and replaces an earlier export.
     """
-    partial = folder.with_name(folder.name + ".tmp")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        for path in source.iterdir():
-            if path.is_file() and not path.name.endswith(_NOT_COPIED):
-                shutil.copyfile(path, partial / path.name)
-
-    _write_weights(policy, partial, _source_dtype(source))
-    if dist.get_rank() == 0:
-        for name, text in beside.items():
-            (partial / name).write_text(text)
-        _give_away(partial, folder)
-    dist.barrier()
+    with _given_away(folder) as partial:
+        if dist.get_rank() == 0:
+            for path in source.iterdir():
+                if path.is_file() and not path.name.endswith(_NOT_COPIED):
+                    shutil.copyfile(path, partial / path.name)
+            for name, text in beside.items():
+                (partial / name).write_text(text)
+        _write_weights(policy, partial, _source_dtype(source))
 
 
 def export_adapter(adapter: Iterable[tuple[str, Tensor]], told: Mapping[str, Any], folder: Path) -> None:
     """Adapters in peft's format, by its names and with what it wants to be `told`; all ranks call it together. The
     folder appears by one rename and replaces an earlier one."""
-    tensors = {}
-    for name, whole in adapter:
+    with _given_away(folder) as partial:
+        _save_tensors(adapter, partial / "adapter_model.safetensors")
         if dist.get_rank() == 0:
-            tensors[name] = whole.cpu().contiguous()
+            (partial / "adapter_config.json").write_text(json.dumps(told, indent=2) + "\n")
 
+
+@contextmanager
+def _given_away(folder: Path) -> Iterator[Path]:
+    """An empty folder to write into. What rank 0 finds there gets digests, may be read by everybody, and appears as
+    `folder`. All ranks go through it together."""
+    partial = folder.with_name(folder.name + ".tmp")
     if dist.get_rank() == 0:
-        partial = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
-        (partial / "adapter_config.json").write_text(json.dumps(told, indent=2) + "\n")
-        _give_away(partial, folder)
+    yield partial
+
+    if dist.get_rank() == 0:
+        write_digests(partial, partial / DIGESTS)
+        partial.chmod(0o755)
+        for path in partial.iterdir():
+            path.chmod(0o644)  # safetensors' own are their maker's alone
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
     dist.barrier()
 
 
-def _give_away(partial: Path, folder: Path) -> None:
-    """With digests, readable for everybody, and under its name."""
-    write_digests(partial, partial / DIGESTS)
-    partial.chmod(0o755)
-    for path in partial.iterdir():
-        path.chmod(0o644)  # safetensors' own are their maker's alone
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+def _save_tensors(named: Iterable[tuple[str, Tensor]], path: Path, dtype: torch.dtype | None = None) -> None:
+    """Rank 0 writes them, in their own dtype or in this one; all ranks go through them together."""
+    tensors = {}
+    for name, whole in named:
+        if dist.get_rank() == 0:
+            tensors[name] = whole.to("cpu", dtype).contiguous()
+    if dist.get_rank() == 0:
+        save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _write_weights(policy: PolicyModel, folder: Path, dtype: torch.dtype) -> None:
@@ -242,13 +248,7 @@ def _write_weights(policy: PolicyModel, folder: Path, dtype: torch.dtype) -> Non
     )
 
     for file, names in layout.filename_to_tensors.items():
-        tensors = {}
-        for name, whole in policy.gather(names):
-            if dist.get_rank() == 0:
-                tensors[name] = whole.to("cpu", dtype).contiguous()
-        if dist.get_rank() == 0:
-            save_file(tensors, folder / file, metadata={"format": "pt"})
-
+        _save_tensors(policy.gather(names), folder / file, dtype)
     if dist.get_rank() == 0 and layout.is_sharded:
         index = {"metadata": layout.metadata, "weight_map": layout.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

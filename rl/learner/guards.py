@@ -29,7 +29,7 @@ from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
 from rl.models.lora import waits_for
 from rl.models.packing import Pack
-from rl.models.protocol import PolicyModel, local
+from rl.models.protocol import PolicyModel, holding, local
 from rl.observe.alarms import Alarms
 from rl.wire.messages import BatchPart
 
@@ -384,16 +384,15 @@ class ExactCheck:
         """
         if self._limit is None:
             return {}
-        self._kept[step] = [rows.clone() for rows in self._rows()]
+        self._kept[step] = [local(tensor).clone() for _, tensor in self._policy.trainable()]
         self._kept.pop(step - self._versions, None)
 
         gaps = torch.zeros(self._versions, dtype=torch.float64)
         counts = torch.zeros(self._versions, dtype=torch.float64)
         for age in range(self._versions):
             if all_reduce(counts.new_tensor(self._tokens(age, minibatches)), "sum") and step - age in self._kept:
-                self._put(self._kept[step - age])
-                gaps[age], counts[age] = self._compare(age, minibatches)
-        self._put(self._kept[step])
+                with holding(self._policy, self._kept[step - age]):
+                    gaps[age], counts[age] = self._compare(age, minibatches)
 
         gap = float(all_reduce(gaps, "max").max())
         counts = all_reduce(counts, "sum", self._among)
@@ -423,13 +422,6 @@ class ExactCheck:
     def _tokens(self, age: int, minibatches: list[Minibatch]) -> int:
         packs = (pack for minibatch in minibatches for pack in minibatch.packs)
         return sum(_of_age(pack, age).loss_tokens for pack in packs)
-
-    def _rows(self) -> list[Tensor]:
-        return [local(tensor) for _, tensor in self._policy.trainable()]
-
-    def _put(self, kept: list[Tensor]) -> None:
-        for rows, values in zip(self._rows(), kept, strict=True):
-            rows.copy_(values)
 
 
 def _of_age(pack: Pack, age: int) -> Pack:

@@ -104,6 +104,7 @@ class Learner:
         if run.model_folder is None:
             raise ValueError("the learner has no model: run.json names no model_folder")
         self.run = run
+        self._start = run.model_folder
         self.config = run.config
         self._process = process
 
@@ -114,7 +115,7 @@ class Learner:
 
         self.trainer = Trainer(
             self.config,
-            run.model_folder,
+            self._start,
             last_step=run.last_step,
             mesh=join_ranks(process),
             team=make_team(run.learner_device, self.config.learner.context_parallel),
@@ -184,7 +185,7 @@ class Learner:
         if meta.lora != self._lora:
             raise CheckpointError(
                 f"{saved} has adapters {meta.lora}, this run {self._lora}: resume with the model.lora and model.path "
-                f"they were trained with, not {str(self.run.model_folder)!r}"
+                f"they were trained with, not {str(self._start)!r}"
             )
 
     def _adapters(self) -> dict[str, Any] | None:
@@ -192,8 +193,7 @@ class Learner:
         options = self.trainer.lora
         if options is None:
             return None
-        assert self.run.model_folder is not None
-        own = digest_of({*weight_files(self.run.model_folder).values()}) if dist.get_rank() == 0 else ""
+        own = digest_of({*weight_files(self._start).values()}) if dist.get_rank() == 0 else ""
         return options.identity() | {"base": gathered(own.encode())[0].decode()}
 
     def note_version(self, client: Client, n: int) -> None:
@@ -224,12 +224,9 @@ class Learner:
     def export(self, step: int) -> None:
         """The trained model as `<run>/model`, for transformers and vLLM, with a card that says how it was made; its
         adapters, if that is what was trained, as `<run>/adapter` besides."""
-        start = self.run.model_folder
-        assert start is not None
-        beside = texts_beside(self.run, step)
-        checkpoint.export_hf(self.policy, self.run.folder / "model", start, beside)
+        checkpoint.export_hf(self.policy, self.run.folder / "model", self._start, texts_beside(self.run, step))
         if (options := self.trainer.lora) is not None:
-            export_adapter(self.policy, options, self.config, start, self.run.folder / "adapter")
+            export_adapter(self.policy, options, self.config, self._start, self.run.folder / "adapter")
         if self.background is not None:
             self.background.wait()
 

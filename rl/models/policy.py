@@ -33,7 +33,7 @@ from rl.models.loading import allocate, empty_model, is_told, local_part, read_w
 from rl.models.naming import in_files
 from rl.models.packed_attention import NAME, check_layers
 from rl.models.packing import Pack
-from rl.models.protocol import Exported, ModelOptions, Placement, PolicyOutput, local, whole
+from rl.models.protocol import Exported, ModelOptions, Placement, PolicyOutput, holding, local, whole
 from rl.models.routers import Routers
 from rl.wire.columns import ROUTED_EXPERTS
 
@@ -253,27 +253,9 @@ class Base:
             output: PolicyOutput = self._policy(pack, temperature=temperature, entropy_gradient=entropy_gradient)
             return output
 
-    @contextlib.contextmanager
-    def _as_it_began(self) -> Iterator[None]:
+    def _as_it_began(self) -> contextlib.AbstractContextManager[None]:
         """Not between a forward and its backward."""
-        if not self._begun:
-            with lora.switched_off(self._policy.model):
-                yield
-            return
-
-        rows = [local(each) for _, each in self._policy.trainable()]
-        present = [each.clone() for each in rows]
-        try:
-            _put(rows, self._begun)
-            yield
-        finally:
-            _put(rows, present)
-
-
-@torch.no_grad()
-def _put(rows: list[Tensor], values: list[Tensor]) -> None:
-    for each, value in zip(rows, values, strict=True):
-        each.copy_(value)
+        return holding(self._policy, self._begun) if self._begun else lora.switched_off(self._policy.model)
 
 
 def check_trainable(

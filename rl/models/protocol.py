@@ -12,6 +12,7 @@ head, sharding, names of tensors, refusals.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
@@ -137,6 +138,20 @@ def is_frozen(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor that may be sharded, without a gradient."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+@contextmanager
+def holding(policy: Model, rows: Iterable[Tensor]) -> Iterator[None]:
+    """This rank's rows of all that is trained are these meanwhile; not between a forward and its backward."""
+    own = [local(each) for _, each in policy.trainable()]
+    present = [each.clone() for each in own]
+    try:
+        for each, value in zip(own, rows, strict=True):
+            each.copy_(value)
+        yield
+    finally:
+        for each, value in zip(own, present, strict=True):
+            each.copy_(value)
 
 
 def whole(tensor: Tensor) -> Tensor:

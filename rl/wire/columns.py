@@ -167,13 +167,10 @@ def register(column: Column) -> None:
 
 def _fits(column: Column, other: Column) -> bool:
     """Whether they are declared alike, and the other one's shape has numbers where this one's has names."""
-    return (
-        replace(column, shape=other.shape) == other
-        and all(
-            isinstance(size, str) or size == number for size, number in zip(column.shape, other.shape, strict=False)
-        )
-        and len(column.shape) == len(other.shape)
+    shape = tuple(
+        number if isinstance(size, str) else size for size, number in zip(column.shape, other.shape, strict=False)
     )
+    return len(column.shape) == len(other.shape) and replace(column, shape=shape) == other
 
 
 def register_configured(names: Iterable[str]) -> None:

@@ -57,10 +57,7 @@ def empty_model(folder: str | Path, attention: str | None = None) -> Any:
 
 def allocate(module: M, device: str | torch.device) -> M:
     """Memory on `device` for the parameters that are on the meta device; everything else moves there as it is."""
-    whole: Any = module
-    with _swapped_in_place():
-        whole._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device))
-    return module
+    return _moved(module, lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device))
 
 
 def copied(module: M, device: str | torch.device, dtype: torch.dtype | None = None) -> M:
@@ -77,10 +74,7 @@ def copied(module: M, device: str | torch.device, dtype: torch.dtype | None = No
         own.copy_(rows)
         return made
 
-    whole: Any = module
-    with _swapped_in_place():
-        whole._apply(each_copied)
-    return module
+    return _moved(module, each_copied)
 
 
 @torch.no_grad()
@@ -206,15 +200,16 @@ def _without_dropout(owner: Any) -> None:
             setattr(owner, name, 0.0)
 
 
-@contextmanager
-def _swapped_in_place() -> Iterator[None]:
+def _moved(module: M, moved: Callable[[Tensor], Tensor]) -> M:
     """A parameter that gets another device stays the same object, so that tied ones stay tied."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        yield
+        whole: Any = module
+        whole._apply(moved)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+    return module
 
 
 def _saved_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:

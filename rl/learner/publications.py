@@ -37,11 +37,9 @@ class Publications:
         self._checksums: dict[int, int | None] = {}
         self._path = folder / "versions.jsonl"
 
-        if self._path.exists():
-            self._read_again()
-
-    def _read_again(self) -> None:
-        """What an earlier incarnation wrote. Of a version whose line was begun and not ended no generator knows."""
+        if not self._path.exists():
+            return
+        # What an earlier incarnation wrote. Of a version whose line was begun and not ended no generator knows.
         content = self._path.read_bytes()
         whole = content.rfind(b"\n") + 1
         with reading(self._path, RESUME):

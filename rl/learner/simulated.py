@@ -54,11 +54,6 @@ def simulated_options(config: LearnerConfig) -> SimulatedOptions:
     return options
 
 
-def simulated_entry(size_bytes: int) -> Entry:
-    """One tensor of (size_bytes / 4,) float32."""
-    return NAME, (size_bytes // 4,), "float32"
-
-
 def simulated_weights(version: Version, count: int) -> npt.NDArray[np.float32]:
     """(count,) float32, whole numbers; versions that follow each other differ in every element."""
     start = (7919 * version.n + 104_729 * version.timeline) % (1 << 24)
@@ -127,7 +122,7 @@ def train(process: Process, client: RunClient, entry: Entry) -> None:
 
 def main() -> None:
     with Process("learner", context_from_command_line()) as process:
-        entry = simulated_entry(simulated_options(process.config.learner).weight_bytes)
+        entry = NAME, (simulated_options(process.config.learner).weight_bytes // 4,), "float32"
         _, first_step = begin_from(process)
         with contextlib.suppress(Stopped):  # an orderly end, also before the channel is open
             client = RunClient(process, [entry], first_step)

@@ -48,7 +48,7 @@ class _ChunkedHead(torch.autograd.Function):
         chunk: int,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        math = _math_dtype(hidden, weight)
+        math = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
         operand = _operand(weight, math)
         logp = hidden.new_empty(len(hidden), dtype=math)
         entropy = torch.empty_like(logp)
@@ -115,10 +115,6 @@ class _ChunkedHead(torch.autograd.Function):
 
 def _chunks(length: int, chunk: int) -> list[slice]:
     return [slice(first, min(first + chunk, length)) for first in range(0, length, chunk)]
-
-
-def _math_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
 
 
 def _operand(matrix: Tensor, math: torch.dtype) -> Tensor:

@@ -95,15 +95,15 @@ class Trace:
         if self._file < 0:
             return
         self._calls += 1
-        if self._calls % MEASURED_EVERY:
-            self._append(events)
-            return
+        is_measured = self._calls % MEASURED_EVERY == 0
+        begin = time.thread_time() if is_measured else 0.0
+        if kept := [event for event in events if isinstance(event, self._kept)]:
+            self._write(kept)
 
-        begin = time.thread_time()
-        self._append(events)
-        end = time.thread_time()
-        clock_s = time.thread_time() - end  # reading it takes as long as one event
-        self.cpu_s += MEASURED_EVERY * max(0.0, end - begin - clock_s)
+        if is_measured:
+            end = time.thread_time()
+            clock_s = time.thread_time() - end  # reading it takes as long as one event
+            self.cpu_s += MEASURED_EVERY * max(0.0, end - begin - clock_s)
 
     @contextlib.contextmanager
     def span(self, name: str, step: int) -> Iterator[None]:
@@ -113,10 +113,6 @@ class Trace:
             yield
         finally:
             self.add(SpanEnded(name, step))
-
-    def _append(self, events: Sequence[TraceEvent]) -> None:
-        if kept := [event for event in events if isinstance(event, self._kept)]:
-            self._write(kept)
 
     def _write(self, events: Sequence[TraceEvent | TraceHeader]) -> None:
         with self._lock:

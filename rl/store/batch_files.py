@@ -61,14 +61,8 @@ def drop_unneeded(run_folder: Path, trained: int, replay: str) -> None:
     size = sum(path.stat().st_size for path in (run_folder / FOLDER).glob("*.msgpack"))
     if replay == "recent" and size <= _SHARE_OF_DISK * shutil.disk_usage(run_folder).free:
         trained = min((step for step in steps_of(run_folder / "checkpoints") if step < trained), default=0)
-    if replay != "full":
-        drop_batch_parts(run_folder, trained)
-
-
-def drop_batch_parts(run_folder: Path, before: int) -> None:
-    """Forget the batches of earlier steps."""
     for step, rank in _places(run_folder):
-        if step < before:
+        if step < trained and replay != "full":
             _path(run_folder, step, rank).unlink()
 
 

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
@@ -27,7 +26,6 @@ TRAINED = "trained"
 _SHOWN = ("token_ids", "logp_behavior", "policy_version")
 _MOST_IDS = 1 << 31
 _KNUTH = 2654435761  # spreads consecutive numbers evenly over 32 bits
-EMPTY: Mapping[str, str] = MappingProxyType({})
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -127,7 +125,7 @@ class SampleFile(LineFile):
         super().__init__(run / FOLDER / f"{name}.jsonl")
         self._rate = rate
 
-    def add(self, trajectory: Trajectory, notes: Mapping[str, str] = EMPTY) -> None:
+    def add(self, trajectory: Trajectory, notes: Mapping[str, str] | None = None) -> None:
         """Keep it, if it is one of those that are kept."""
         if trajectory.kind == "eval" or is_kept(trajectory.group_id, self._rate):
             self.write(sample_of(trajectory, notes))
@@ -138,7 +136,7 @@ def is_kept(group_id: int, rate: float) -> bool:
     return (group_id * _KNUTH) % (1 << 32) < rate * (1 << 32)
 
 
-def sample_of(trajectory: Trajectory, notes: Mapping[str, str] = EMPTY) -> Sample:
+def sample_of(trajectory: Trajectory, notes: Mapping[str, str] | None = None) -> Sample:
     sequences = trajectory.sequences
     lengths = [len(sequence.token_ids) for sequence in sequences]
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -161,7 +159,7 @@ def sample_of(trajectory: Trajectory, notes: Mapping[str, str] = EMPTY) -> Sampl
         versions=joined["policy_version"],
         turns=turns,
         starts=starts,
-        notes=dict(notes),
+        notes=dict(notes or {}),
     )
 
 

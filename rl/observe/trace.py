@@ -171,6 +171,7 @@ class TraceFile:
                 at, size = _HEAD.unpack(head)
                 if self._next + len(head) + size > end:
                     return
+
                 try:
                     event = self._decoder.decode(file.read(size))
                 except (msgspec.DecodeError, UnicodeDecodeError):

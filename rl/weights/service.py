@@ -123,6 +123,7 @@ class UpdaterService:
         while not self._stopping:
             receiver.wait(_TICK_S)
             clear_event(self._wake_fd)
+
             changes = self._run.addresses.changes
             if changes != seen:  # a generator may have said only now where it listens
                 seen = changes

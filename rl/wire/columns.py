@@ -22,7 +22,7 @@ A column that is not in the table is refused wherever it turns up, and so is a r
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeGuard, TypeVar, get_args
@@ -68,33 +68,29 @@ class Column:
     reads: Reads = "loss"
 
     def __post_init__(self) -> None:
+        if wrong := next(self._faults(), ""):
+            raise ValueError(f"column {self.name!r}: {wrong}")
+
+    def _faults(self) -> Iterator[str]:
         if not self.name.isidentifier():
-            raise ValueError(f"column {self.name!r}: the name must be an identifier")
+            yield "the name must be an identifier"
         for field, known in _CHOICES.items():
             if (value := getattr(self, field)) not in known:
-                raise ValueError(f"column {self.name!r}: unknown {field} {value!r}; one of {', '.join(known)}")
+                yield f"unknown {field} {value!r}; one of {', '.join(known)}"
         for size in self.shape:
             if not (isinstance(size, str) or _is_size(size)):
-                raise ValueError(
-                    f"column {self.name!r}: shape holds {size!r}; give sizes, or fields of the model's config"
-                )
+                yield f"shape holds {size!r}; give sizes, or fields of the model's config"
 
         if self.covers == "context" and (self.producer, self.scope) != ("generator", "token"):
-            raise ValueError(
-                f"column {self.name!r}: covers='context' is for tokens that a generator reads; "
-                f"it is made by the {self.producer} for each {self.scope}"
-            )
+            made = f"it is made by the {self.producer} for each {self.scope}"
+            yield f"covers='context' is for tokens that a generator reads; {made}"
         if self.producer == "environment" and self.scope == "token":
-            raise ValueError(
-                f"column {self.name!r}: an environment answers with text and knows no tokens; "
-                "give it the scope turn, sequence or sample"
-            )
+            yield "an environment answers with text and knows no tokens; give it the scope turn, sequence or sample"
         if self.producer == "learner" and self.scope != "token":
-            raise ValueError(f"column {self.name!r}: what the learner adds to a pack has an entry per token")
+            yield "what the learner adds to a pack has an entry per token"
 
         if np.dtype(self.dtype) not in WIRE_DTYPES.values():
-            allowed = ", ".join(str(dtype) for dtype in WIRE_DTYPES.values())
-            raise ValueError(f"column {self.name!r}: dtype {self.dtype} is none of {allowed}")
+            yield f"dtype {self.dtype} is none of {', '.join(map(str, WIRE_DTYPES.values()))}"
 
     @property
     def entry_shape(self) -> tuple[int, ...]:

@@ -44,13 +44,17 @@ class Meta:
 
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint in `<run>/checkpoints`, or None."""
-    complete = _complete(folder)
-    return complete[-1] if complete else None
+    return next(reversed(steps_of(folder).values()), None)
 
 
 def steps_of(folder: Path) -> dict[int, Path]:
-    """The complete checkpoints in `<run>/checkpoints` by their step, the oldest first."""
-    return {_step(path): path for path in _complete(folder)}
+    """The complete checkpoints in `<run>/checkpoints` by their step, the oldest first.
+
+    A copy that somebody has put beside them, as `step-120-best`, is none of ours.
+    """
+    named = {path.name.removeprefix("step-"): path for path in folder.glob("step-*")}
+    complete = {step: path for step, path in named.items() if step.isdecimal() and (path / "meta.json").exists()}
+    return {int(step): complete[step] for step in sorted(complete, key=int)}
 
 
 def drop_behind(folder: Path, step: int) -> None:
@@ -67,7 +71,7 @@ def verify(checkpoint: Path) -> Meta:
     if changed is None or not begun:
         return read_meta(checkpoint)
 
-    others = [path for path in reversed(_complete(checkpoint.parent)) if path != checkpoint]
+    others = [path for path in reversed(steps_of(checkpoint.parent).values()) if path != checkpoint]
     whole = next((path for path in others if damage(path, path / DIGESTS) is None), None)
     remedy = f"resume={whole} is whole" if whole else "no other checkpoint beside it is whole: begin anew"
     raise CheckpointError(f"{changed} was damaged or removed since it was written; {remedy}")
@@ -117,21 +121,9 @@ def commit(folder: Path, meta: Meta, journal: bytes, keep: int) -> Path:
     target = partial.with_suffix("")
     partial.rename(target)
     sync_folder(folder)
-    for old in _complete(folder)[:-keep]:
+    for old in [*steps_of(folder).values()][:-keep]:
         shutil.rmtree(old)
     return target
-
-
-def _complete(folder: Path) -> list[Path]:
-    """The complete checkpoints, also where somebody has put a copy of one beside them, as `step-120-best`, which is
-    none of ours."""
-    found = [path for path in folder.glob("step-*") if path.name[len("step-") :].isdecimal()]
-    complete = [path for path in found if (path / "meta.json").exists()]
-    return sorted(complete, key=_step)
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
 
 
 def sync_folder(folder: Path) -> None:

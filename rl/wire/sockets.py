@@ -208,11 +208,11 @@ def send(socket: zmq.SyncSocket, message: Message) -> None:
 def send_all(socket: zmq.SyncSocket, messages: list[Message], peer: bytes = b"") -> None:
     """Send several as one, which arrive in this order; `peer` as with `send_to`, where the socket is a ROUTER."""
     for first in range(0, len(messages), _TOGETHER):
-        some = messages[first : first + _TOGETHER]
+        frames = encode_all(messages[first : first + _TOGETHER])
         if peer:
-            send_frames_to(socket, peer, encode_all(some))
+            send_frames_to(socket, peer, frames)
         else:
-            send_frames(socket, encode_all(some))
+            send_frames(socket, frames)
 
 
 def send_to(socket: zmq.SyncSocket, peer: bytes, message: Message) -> None:

@@ -310,7 +310,7 @@ class RunClient(Client):
         what = f"batch {step} (learner.batch_deadline_s)"
 
         while True:
-            batch_part = self._wait(lambda: self._batch_parts, BatchPart, "broker", deadline_s, what)
+            batch_part = self._wait(lambda: self._batch_parts, BatchPart, deadline_s, what)
             # Else it was sent to an earlier incarnation, or again after the broker's death.
             if batch_part.step == step and batch_part.timeline >= self.run.timeline:
                 break
@@ -393,7 +393,7 @@ class RunClient(Client):
         what = f"journal of version {n} (timeouts.hang_s and start_s)"
 
         while True:
-            journal = self._wait(lambda: broker.socket, Journal, "broker", deadline_s, what)
+            journal = self._wait(lambda: broker.socket, Journal, deadline_s, what)
             if journal.version == version:  # else it was asked for twice
                 broker.answered(request)
                 return journal.state
@@ -465,10 +465,8 @@ class RunClient(Client):
             if self._service is not None:
                 self._service.peer_died(died)
 
-    def _wait(
-        self, socket_of: Callable[[], zmq.SyncSocket], kind: type[M], whom: str, deadline_s: float, what: str
-    ) -> M:
-        """The next message of this kind, honouring Stop, failures of the weight updates and a new broker meanwhile."""
+    def _wait(self, socket_of: Callable[[], zmq.SyncSocket], kind: type[M], deadline_s: float, what: str) -> M:
+        """The broker's next message of this kind, honouring Stop, failures of the weight updates and a new broker meanwhile."""
         begin = self._clock()
         arrived: list[M] = []
 
@@ -483,10 +481,10 @@ class RunClient(Client):
                 raise ProtocolError(f"{type(message).__name__} instead of the {what}")
             arrived.append(message)
 
-        with self.process.waits.on(whom, self._step + 1), self.span(f"wait {whom}"):
+        with self.process.waits.on("broker", self._step + 1), self.span("wait broker"):
             while not arrived:
                 if self._clock() >= max(begin, self._broker_since) + deadline_s:
-                    raise WaitExpired(f"learner.{self.rank} waited {deadline_s:g} s for {whom}: {what}")
+                    raise WaitExpired(f"learner.{self.rank} waited {deadline_s:g} s for broker: {what}")
                 self.listen()
                 receiver = Receiver({socket_of(): take}, self._malformed, self.process.wake_fd, limit=1)
                 receiver.wait(_POLL_MS / 1000)

@@ -190,7 +190,9 @@ class StepGuards:
         begins = accumulate((len(pack.members) for pack in packs), initial=0)
         mask = torch.cat([pack.mask for pack in packs])
         sample = torch.cat([pack.sample + begin for pack, begin in zip(packs, begins, strict=False)])[mask]  # of S
-        first, last = _extremes(torch.cat([pack.advantages for pack in packs])[mask], sample, len(wanted))
+        advantages = torch.cat([pack.advantages for pack in packs])[mask]
+        first = torch.full(wanted.shape, math.inf).scatter_reduce(0, sample, advantages, "amin")
+        last = torch.full(wanted.shape, -math.inf).scatter_reduce(0, sample, advantages, "amax")
 
         slack = _TINY * max(1.0, float(rewards.abs().max()))
         wrong = ((wanted > slack) & (first <= 0)) | ((wanted < -slack) & (last >= 0))
@@ -339,13 +341,6 @@ def _by_turn(batch_part: BatchPart, packs: Iterable[Pack]) -> Iterator[tuple[int
                 first |= {place: begin + start for place, start in zip(order, starts, strict=True)}
                 begin += batch_part.lengths[i]
             yield member, pack.advantages[[first[place] for place in sorted(first)]]
-
-
-def _extremes(values: Tensor, sample: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Least and largest of the values (T,) of each sample; inf and -inf for one without."""
-    least = torch.full((count,), math.inf).scatter_reduce(0, sample, values, "amin")
-    largest = torch.full((count,), -math.inf).scatter_reduce(0, sample, values, "amax")
-    return least, largest
 
 
 def _engine_noise(config: Config) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -15,12 +16,8 @@ from algos.types import LossInputs, LossResult, Positive
 class DecoupledPPOOptions(PPOOptions):
     cap: Positive = 5.0
     """Behaviour weights above it count as this much."""
-    proximal: str = "recomputed"
+    proximal: Literal["recomputed", "interpolated"] = "recomputed"
     """`recomputed`: one more forward per batch. `interpolated`: between behaviour and current policy, for free."""
-
-    def __post_init__(self) -> None:
-        if self.proximal not in ("recomputed", "interpolated"):
-            raise ValueError(f"proximal={self.proximal!r} must be 'recomputed' or 'interpolated'")
 
 
 @register_loss("decoupled_ppo", DecoupledPPOOptions, needs_proximal=lambda options: options.proximal == "recomputed")

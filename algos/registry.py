@@ -156,7 +156,8 @@ def parse_options(spec: Spec, options: Mapping[str, Any]) -> Any:
         try:
             values[key] = msgspec.convert(value, hints[key])
         except msgspec.ValidationError as error:
-            expected = str(error).removeprefix("Expected ").partition(", got ")[0]
+            choices = typing.get_args(hints[key]) if typing.get_origin(hints[key]) is Literal else ()
+            expected = " or ".join(map(repr, choices)) or str(error).removeprefix("Expected ").partition(", got ")[0]
             raise ValueError(f"{what} must be {expected}, not {value!r}") from None
         if value != value:
             raise ValueError(f"{what} must be a number, not {value!r}")

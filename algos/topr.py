@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -13,14 +14,10 @@ from algos.types import LossInputs, LossResult, NotNegative, Positive
 
 @dataclass(frozen=True)
 class TOPROptions:
-    ratio: str = "sequence"
+    ratio: Literal["sequence", "token"] = "sequence"
     """The ratio of the whole `sequence`, as in the paper, or of each `token`."""
     cap: Positive = 1.0
     """Weights where the advantage is negative are at most this."""
-
-    def __post_init__(self) -> None:
-        if self.ratio not in ("sequence", "token"):
-            raise ValueError(f"ratio={self.ratio!r} must be 'sequence' or 'token'")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ class ScaleOptions:
     scale: float = 2.0
     sign: int = 1
     cap: float | None = None
+    of: Literal["token", "sequence"] = "token"
 
 
 def scaled(inputs: LossInputs, options: ScaleOptions) -> LossResult:
@@ -84,6 +86,8 @@ def test_options() -> None:
     for wrong in ({"scale": "big"}, {"scale": True}, {"sign": 1.5}, {"scale": None}):
         with pytest.raises(ValueError, match=f"option '{next(iter(wrong))}' of loss .* must be"):
             parse_options(spec, wrong)
+    with pytest.raises(ValueError, match="option 'of' of loss .* must be 'token' or 'sequence', not 'word'"):
+        parse_options(spec, {"of": "word"})
 
 
 def test_a_name_is_taken_once() -> None:

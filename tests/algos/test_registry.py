@@ -86,7 +86,7 @@ def test_options() -> None:
     for wrong in ({"scale": "big"}, {"scale": True}, {"sign": 1.5}, {"scale": None}):
         with pytest.raises(ValueError, match=f"option '{next(iter(wrong))}' of loss .* must be"):
             parse_options(spec, wrong)
-    with pytest.raises(ValueError, match="option 'of' of loss .* must be 'token' or 'sequence', not 'word'"):
+    with pytest.raises(ValueError, match=r"option 'of' of loss .* must be 'token' or 'sequence', not 'word'"):
         parse_options(spec, {"of": "word"})
 
 

@@ -114,7 +114,7 @@ def test_an_export_that_was_interrupted_leaves_nothing(
         raise KeyboardInterrupt
 
     run, _ = trained(make_run, save_family("qwen3", tmp_path / "start"))
-    monkeypatch.setattr(checkpoint, "_give_away", interrupted)
+    monkeypatch.setattr(checkpoint, "write_digests", interrupted)
     main(["export", str(run.folder), str(tmp_path / "out"), "--merge"])
     assert {path.name for path in tmp_path.iterdir()} == {"start"}
 

@@ -162,7 +162,8 @@ class HermesParser:
 
         thought, rest, closed = _thought(text)
         if not closed:
-            return ParsedTurn("", without_beginning(thought, [THINK_END]).strip("\n").rstrip())
+            thought = _thought(without_beginning(text, [THINK_END]))[0]
+            return ParsedTurn("", thought.strip("\n").rstrip())
         if THINK_BEGIN.startswith(rest.lstrip()):  # another thought may follow
             return ParsedTurn("", thought.strip("\n").rstrip())
         return _content(rest.lstrip("\n"), thought, goes_on=True)

@@ -31,8 +31,8 @@ class RowError(ValueError):
 def files_of(source: str) -> list[Path]:
     """The files that a path, a folder or a glob names, by name; none if it names nothing on this disk.
 
-    Raises RowError for a folder or a glob without files of rows, for a file of another kind, and for what is no file
-    at all: to open a pipe would wait for who writes to it, and a device may have no end.
+    Raises RowError for a folder or a glob without files of rows, for a file of another kind, and for what is no file.
+    To open a pipe would wait for who writes to it, and a device may have no end.
     """
     path = Path(source)
     if path.is_dir():

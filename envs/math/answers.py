@@ -141,6 +141,7 @@ def decide(gold_text: str, answer: str, by: Judge, asked: str = "") -> bool | No
         said = value_of(cleaned, "equation")
         if said.kind == "equation":
             return _same_line(gold, said)
+
     if variable and gold.variable and variable != gold.variable:
         return False
     value = value_of(cleaned if gold.value.kind == "equation" else text, gold.value.kind)

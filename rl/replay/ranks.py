@@ -85,4 +85,5 @@ def _join(rank: int, ranks: int, device: str, folder: Path) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, f"file://{folder / 'ranks'}", rank=rank, world_size=ranks, timeout=_WAIT)
+    store = dist.FileStore(str(folder / "ranks"), ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=_WAIT)

@@ -136,13 +136,13 @@ class Replay:
         self.watch.begin(deep=trail or gradients is not None)
         settle(self.trainer.config.learner, self._began, self._recorded.sets(step, self._began))
         minibatches = self.trainer.minibatches(part)
-        compared = self._exact.batch(step, minibatches)
+        exact = self._exact.batch(step, minibatches)
 
         stats = UpdateStats()
         for minibatch in minibatches:
             stats.add(self.trainer.update(minibatch, step, part.over))
         stats.all_reduce()
-        row = Row(variant, step + 1, stats.metrics() | compared)
+        row = Row(variant, step + 1, stats.metrics() | exact)
         row.values["train/loss"] = row.values.get("loss/objective", 0.0)
 
         if known is not None:
@@ -183,13 +183,11 @@ def replayed(recorded: Recorded, request: Request) -> Iterator[Row]:
     device = "cuda" if recorded.run.learner_device == "cuda" and torch.cuda.is_available() else "cpu"
     ranks = config.learner.ranks if device == "cpu" else min(config.learner.ranks, torch.cuda.device_count())
 
+    ess, kl = request.trust
     left = set()
     try:
         for row in on_ranks(Row, ranks, device, partial(_rows, recorded.folder, request, ranks, device)):
-            if (
-                row.values.get("trust/ess", 1.0) < request.trust[0]
-                or row.values.get("trust/kl", 0.0) > request.trust[1]
-            ):
+            if row.values.get("trust/ess", 1.0) < ess or row.values.get("trust/kl", 0.0) > kl:
                 left.add(row.variant)
             row.beyond = row.variant in left
             yield row
@@ -210,11 +208,11 @@ def _rows(run: Path, request: Request, ranks: int, device: str, rank: int, folde
     known: dict[int, Tokens] = {}
     gradients: Gradients = {}
     for step in range(at, request.last):
-        first = bool(request.variants) and step == request.first
-        if first and step != at:
+        parts = bool(request.variants) and step == request.first
+        if parts and step != at:
             checkpoint.save(folder, base.trainer.trained(), Meta(step, timeline=0, ranks=ranks), b"", keep=1)
             state = folder / f"step-{step}"
-        yield base.again(RECORDED, step, request.trail, gradients if first else None, known=None)
+        yield base.again(RECORDED, step, request.trail, gradients if parts else None, known=None)
         if request.variants and step >= request.first:
             known[step] = {member: table["log-probabilities"].float() for member, table in base.watch.tokens.items()}
 
@@ -222,9 +220,9 @@ def _rows(run: Path, request: Request, ranks: int, device: str, rank: int, folde
     for name, config in request.variants.items():
         other = make(config=config, saved=state)
         for step in range(request.first, request.last):
-            compared = gradients if step == request.first else None
+            first = gradients if step == request.first else None
             try:
-                yield other.again(name, step, trail=False, gradients=compared, known=known[step])
+                yield other.again(name, step, trail=False, gradients=first, known=known[step])
             except FloatingPointError as error:
                 raise ValueError(f"{name}: {error}; leave it out, or end before that step with --to") from None
 

@@ -79,15 +79,14 @@ def take_wish(run_folder: Path, step: int, timeline: int, *, may_undo: bool = Tr
     except msgspec.MsgspecError:
         path.unlink(missing_ok=True)  # nobody could ask for anything any more
         return None
-    known = reachable(run_folder) if may_undo else {}
-    if wish.undo is not None and (wish.undo >= step or wish.undo not in known):
-        path.unlink(missing_ok=True)  # a checkpoint has come meanwhile, and that one is out of reach
-        return None
 
-    change = Change(step if wish.undo is None else wish.undo, timeline + (wish.undo is not None), wish.sets, wish.undo)
-    with (run_folder / CHANGES).open("ab") as file:
-        file.write(msgspec.json.encode(change) + b"\n")
-    if change.undo is not None:
-        drop_behind(run_folder / "checkpoints", change.undo)
-    path.unlink(missing_ok=True)
+    change = None
+    undo = wish.undo
+    if undo is None or (may_undo and undo < step and undo in reachable(run_folder)):
+        change = Change(step if undo is None else undo, timeline + (undo is not None), wish.sets, undo)
+        with (run_folder / CHANGES).open("ab") as file:
+            file.write(msgspec.json.encode(change) + b"\n")
+        if undo is not None:
+            drop_behind(run_folder / "checkpoints", undo)
+    path.unlink(missing_ok=True)  # also where a checkpoint has come meanwhile, and that one is out of reach
     return change

@@ -51,7 +51,7 @@ class Recorded:
 
         start = self.run.start_step
         own = {step: path for step, path in steps_of(folder / "checkpoints").items() if step >= start}
-        self._states: dict[int, Path | None] = {start: self.config.resume} | own
+        self._states: dict[int, Path | None] = {start: self.config.resume, **own}
         """What a replay can begin with, by step: checkpoints, and at the first step what the run began with."""
 
     def sets(self, step: int, config: LearnerConfig) -> dict[str, Any]:

@@ -24,21 +24,21 @@ class Watch:
 
     def __init__(self, trainer: Trainer) -> None:
         self._algorithm = trainer.algorithm
+        self._named = list(trainer.weights.trainable())
         self.begin(deep=False)
-        named = list(trainer.weights.trainable())
-
-        def first_gradient(*_: Any) -> None:
-            if self._deep and not self.gradient:
-                self.gradient = [(name, each.grad.clone()) for name, each in named if each.grad is not None]
-
         trainer.observed_by(self)
-        trainer.optimizer.adamw.register_step_pre_hook(first_gradient)
+        trainer.optimizer.adamw.register_step_pre_hook(self._before_step)
 
     def begin(self, *, deep: bool) -> None:
         """A step. deep: whether gradient, pulls and what leads to the trail are looked at as well."""
         self._deep = deep
         self.tokens: dict[int, dict[str, Tensor]] = {}
         self.gradient: list[tuple[str, Tensor]] = []
+
+    def _before_step(self, *_: Any) -> None:
+        """Keep the gradient of the first one."""
+        if self._deep and not self.gradient:
+            self.gradient = [(name, each.grad.clone()) for name, each in self._named if each.grad is not None]
 
     def __call__(self, pack: Pack, inputs: LossInputs, result: LossResult) -> None:
         assert pack.layout is not None

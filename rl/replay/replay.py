@@ -109,8 +109,8 @@ class Replay:
         together = config.learner.context_parallel if ranks % config.learner.context_parallel == 0 else 1
         self._share = rank // together, ranks // together
 
-        config = config.model_copy(deep=True)  # what was set in the run is set in it again
-        config.alarms.exact = math.inf if exact else None
+        never = config.alarms.model_copy(update={"exact": math.inf if exact else None})
+        config = config.model_copy(deep=True, update={"alarms": never})  # what was set in the run is set in it again
         torch.set_num_threads(config.learner.threads)
         torch.manual_seed(config.seed)
 
@@ -120,7 +120,7 @@ class Replay:
         self.trainer = Trainer(config, folder, last_step=last_step, mesh=mesh, team=team, device=device)
         self.watch = Watch(self.trainer)
         self._began = config.learner.model_copy()
-        silent = Alarms(config.alarms, lambda name, detail: None)
+        silent = Alarms(never, lambda name, detail: None)
         self._exact = ExactCheck(self.trainer.policy, config, silent, self.trainer.counted)
         if saved is not None:
             checkpoint.load(saved, self.trainer.trained())

@@ -132,11 +132,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     _add_top(commands.add_parser("top", help="watch a running run: what every process does or waits for"))
     _add_report(commands.add_parser("report", help="write one HTML file that shows runs, by itself and offline"))
 
-    _add_replay(commands.add_parser("replay", help="train a run's recorded steps again: bit for bit, or changed"))
-    _add_lab(commands.add_parser("lab", help="the run's own batches under several losses, advantages or corrections"))
-    _add_bisect(commands.add_parser("bisect", help="where two runs part first, or which commit made the difference"))
-    _add_set(commands.add_parser("set", help="change a field of a run that goes on, at the end of a step"))
-    _add_undo(commands.add_parser("undo", help="take a run that goes on back to one of its checkpoints"))
+    _add_time_machine(commands)
 
     _add_export(commands.add_parser("export", help="write a checkpoint as a model, or its adapters for peft and vLLM"))
     _add_push(commands.add_parser("push", help="upload a run's trained model to the hub"))
@@ -178,7 +174,7 @@ def _add_cluster(commands: Any) -> None:
     join = commands.add_parser("join", help="let this machine work for a run whose head is elsewhere, until it ends")
     join.add_argument("head", help="HOST:PORT, as the run prints it")
     join.add_argument("--key", required=True, metavar="FILE", help="the run's agents.key; - reads it from stdin")
-    join.add_argument("--machine", type=_whole(1), default=0, metavar="N", help="the number it has, if that is free")
+    join.add_argument("--machine", type=_number(1), default=0, metavar="N", help="the number it has, if that is free")
     join.set_defaults(call="launch.commands.join:join")
     head = commands.add_parser("head", help="take the place of a head that died: its agents wait out their lease")
     head.add_argument("--resume", required=True, type=Path, metavar="RUN", help="its folder, or that of an agent")
@@ -265,12 +261,12 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run's folder, also of one that goes on or was killed")
     parser.add_argument("--kind", choices=["train", "eval"], help="training episodes or those of evaluations only")
-    parser.add_argument("--step", type=_whole(0), help="whose newest token was sampled by this version")
+    parser.add_argument("--step", type=_number(0), help="whose newest token was sampled by this version")
     parser.add_argument("--failed", action="store_true", help="without success")
     parser.add_argument("--reward", type=_range, help="this one, or a range: 0.2..0.8, ..0.5, 0.5..")
     parser.add_argument("--task", type=int, help="of this task")
     parser.add_argument("--group", type=int, help="all members of this group")
-    parser.add_argument("--limit", type=_whole(1), default=5, help="at most so many, the newest first (5)")
+    parser.add_argument("--limit", type=_number(1), default=5, help="at most so many, the newest first (5)")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each")
     parser.set_defaults(call="launch.commands.show:show")
 
@@ -286,21 +282,16 @@ def _range(text: str) -> tuple[float, float]:
     raise argparse.ArgumentTypeError(f"{text!r} is no number and no range such as 0.2..0.8, ..0.5, 0.5..")
 
 
-def _nats(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if float(text) >= 0:  # nor is NaN
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+def _number(least: int, most: int = 10**9, kind: Callable[[str], Any] = int) -> Callable[[str], Any]:
+    named = "whole number" if kind is int else "number"
 
-
-def _whole(least: int, most: int = 10**9) -> Callable[[str], int]:
-    def whole(text: str) -> int:
+    def number(text: str) -> Any:
         with contextlib.suppress(ValueError):
-            if least <= int(text) <= most:
-                return int(text)
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
+            if least <= kind(text) <= most:  # nor is NaN
+                return kind(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is no {named} from {least} to {most}")
 
-    return whole
+    return number
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
@@ -315,57 +306,45 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(call="launch.commands.top:top")
 
 
-def _add_replay(parser: argparse.ArgumentParser) -> None:
-    _add_recorded(parser)
-    learns = "fields of algo, or of how the learner learns"
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=learns)
-    _add_trust(parser)
-    exact = "compare each token with the weights that sampled it; name the first batch beyond NATS (alarms.exact)"
-    parser.add_argument("--exact", type=_nats, metavar="NATS", help=exact)
-    parser.add_argument("--trail", type=Path, help="write digests of what each step computed to this JSON file")
-    parser.set_defaults(call="launch.commands.replay:replay")
-
-
-def _add_lab(parser: argparse.ArgumentParser) -> None:
-    _add_recorded(parser)
-    parser.add_argument("--losses", default="", metavar="A,B,…", help="registered losses, or package.module:name")
-    more = "another variant: fields of algo or of the learner, as one word; may be given again"
-    parser.add_argument("--with", action="append", default=[], dest="variants", metavar="'key=value …'", help=more)
-    _add_trust(parser)
-    parser.set_defaults(call="launch.commands.lab:lab")
-
-
-def _add_bisect(parser: argparse.ArgumentParser) -> None:
-    _add_recorded(parser)
-    parser.add_argument("other", type=Path, nargs="?", help="the run that came out otherwise")
-    parser.add_argument("--replay", action="store_true", help="compute the step anew, under the code of each run")
-    parser.add_argument("--good", metavar="COMMIT", help="with one run: a commit that computes it right")
-    parser.add_argument("--bad", metavar="COMMIT", help="a later one that does not")
-    parser.set_defaults(call="launch.commands.bisect:bisect")
-
-
-def _add_recorded(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="a run's folder, with batches (tracking.replay)")
-    parser.add_argument("--from", type=int, dest="first", metavar="N", help="the first step (the earliest there is)")
-    parser.add_argument("--to", type=int, dest="last", metavar="M", help="up to this version (the last one)")
-
-
-def _add_set(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="the folder of a run that goes on")
-    parser.add_argument("overrides", nargs="+", metavar="key=value", help="learner.lr and others that every step reads")
-    parser.set_defaults(call="launch.commands.change:set_fields")
-
-
-def _add_undo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="the folder of a run that goes on")
-    reach = "the step of one of its two newest checkpoints"
-    parser.add_argument("--to", type=int, required=True, metavar="N", help=reach)
-    parser.set_defaults(call="launch.commands.change:undo")
-
-
-def _add_trust(parser: argparse.ArgumentParser) -> None:
+def _add_time_machine(commands: Any) -> None:
+    replay = commands.add_parser("replay", help="train a run's recorded steps again: bit for bit, or changed")
+    lab = commands.add_parser("lab", help="the run's own batches under several losses, advantages or corrections")
+    bisect = commands.add_parser("bisect", help="where two runs part first, or which commit made the difference")
+    for each in (replay, lab, bisect):
+        each.add_argument("run", type=Path, help="a run's folder, with batches (tracking.replay)")
+        each.add_argument("--from", type=int, dest="first", metavar="N", help="the first step (the earliest there is)")
+        each.add_argument("--to", type=int, dest="last", metavar="M", help="up to this version (the last one)")
     trust = "how near a changed policy must stay: least effective sample size, largest KL in nats a token (0.5,0.05)"
-    parser.add_argument("--trust", default="0.5,0.05", metavar="ESS,KL", help=trust)
+    for each in (replay, lab):
+        each.add_argument("--trust", default="0.5,0.05", metavar="ESS,KL", help=trust)
+
+    replay.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="fields of algo or the learner")
+    exact = "compare each token with the weights that sampled it; name the first batch beyond NATS (alarms.exact)"
+    replay.add_argument("--exact", type=_number(0, kind=float), metavar="NATS", help=exact)
+    replay.add_argument("--trail", type=Path, help="write digests of what each step computed to this JSON file")
+    replay.set_defaults(call="launch.commands.replay:replay")
+
+    lab.add_argument("--losses", default="", metavar="A,B,…", help="registered losses, or package.module:name")
+    more = "another variant: fields of algo or of the learner, as one word; may be given again"
+    lab.add_argument("--with", action="append", default=[], dest="variants", metavar="'key=value …'", help=more)
+    lab.set_defaults(call="launch.commands.lab:lab")
+
+    bisect.add_argument("other", type=Path, nargs="?", help="the run that came out otherwise")
+    bisect.add_argument("--replay", action="store_true", help="compute the step anew, under the code of each run")
+    bisect.add_argument("--good", metavar="COMMIT", help="with one run: a commit that computes it right")
+    bisect.add_argument("--bad", metavar="COMMIT", help="a later one that does not")
+    bisect.set_defaults(call="launch.commands.bisect:bisect")
+
+    change = commands.add_parser("set", help="change a field of a run that goes on, at the end of a step")
+    undo = commands.add_parser("undo", help="take a run that goes on back to one of its checkpoints")
+    for each in (change, undo):
+        each.add_argument("run", type=Path, help="the folder of a run that goes on")
+    change.add_argument("overrides", nargs="+", metavar="key=value", help="learner.lr and others that every step reads")
+    change.set_defaults(call="launch.commands.change:set_fields")
+    undo.add_argument(
+        "--to", type=int, required=True, metavar="N", help="the step of one of its two newest checkpoints"
+    )
+    undo.set_defaults(call="launch.commands.change:undo")
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
@@ -388,7 +367,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="run", help="folders of runs, in whatever state")
     parser.add_argument("--out", type=Path, help="where the file goes; default: report.html in the first run's folder")
     parser.add_argument("--serve", action="store_true", help="show it on this machine, and follow runs that go on")
-    parser.add_argument("--port", type=_whole(0, 65535), default=0, help="of --serve; default: any that is free")
+    parser.add_argument("--port", type=_number(0, 65535), default=0, help="of --serve; default: any that is free")
     parser.set_defaults(call="launch.commands.report:report")
 
 

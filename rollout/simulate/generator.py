@@ -9,7 +9,7 @@ from typing import Protocol
 
 from rl.store.recent import Recent
 from rl.wire.messages import Version, WeightStatus
-from rollout.generator.engines.timing import BatchModel, Timing
+from rollout.generator.engines.timing import BatchModel
 from rollout.generator.jobs import Gate
 from rollout.simulate.clock import Clock
 from rollout.simulate.scenario import Generators
@@ -59,7 +59,6 @@ class SimulatedGenerator:
         index: int,
         incarnation: int,
         machine: Generators,
-        timing: Timing,
     ) -> None:
         self.index = index
         self.incarnation = incarnation
@@ -73,7 +72,7 @@ class SimulatedGenerator:
         self._clock = clock
         self._listener = listener
         self._machine = machine
-        self._model = BatchModel(timing, machine.max_num_seqs, clock.now, machine.capacity)
+        self._model = BatchModel(machine.timing(), machine.max_num_seqs, clock.now, machine.capacity)
         self._gate: Gate[int] = Gate()
 
         self._requests: dict[int, SimulatedRequest] = {}

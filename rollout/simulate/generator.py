@@ -66,7 +66,6 @@ class SimulatedGenerator:
         self.alive = True
 
         self.busy_s = 0.0
-        self.stalled_s = 0.0
         self.tokens = 0
 
         self._clock = clock
@@ -126,7 +125,6 @@ class SimulatedGenerator:
         self._settle()
         machine = self._machine
         self._model.stall(machine.load_s, recompute=machine.on_update == "recompute" and self.version.n >= 0)
-        self.stalled_s += machine.load_s
         self.version = version
 
         if machine.on_update != "keep":

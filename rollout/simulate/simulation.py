@@ -399,11 +399,5 @@ class Simulation:
         """What the environment takes for this turn."""
         return self.scenario.work.step_s.at(normal(episode.stream, 3 * episode.turn + 1))
 
-    def reward(self, task: int, seed: int) -> float:
-        return self.scenario.work.reward(task, seed)
-
     def issued(self, episode: SimulatedEpisode) -> None:
         self.record.issued(episode.lengths, self.broker.servers.outstanding)
-
-    def environments(self, change: int) -> None:
-        self.record.environments(change)

@@ -75,8 +75,8 @@ class Core(Protocol):
     def know_texts(self, reader: Any) -> None:
         """Requests with `SamplingParams.stop` end at these texts from now on; the core was started without a tokenizer.
 
-        reader: `text_reader` of what turns are read with. Others pay nothing: only requests with `detokenize` are given
-        it.
+        reader: transformers' tokenizer of what turns are read with. Others pay nothing: only requests with `detokenize`
+        are given it.
         """
         ...
 

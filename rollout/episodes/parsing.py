@@ -121,8 +121,7 @@ class PlainParser:
     def parse(self, text: str) -> ParsedTurn:
         return ParsedTurn(text)
 
-    def so_far(self, text: str) -> ParsedTurn:
-        return ParsedTurn(text)
+    so_far = parse
 
     def example(self) -> ChatMessage | None:
         return None

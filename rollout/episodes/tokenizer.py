@@ -227,11 +227,7 @@ class IdTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
 
-    def turn_text(self, ids: Sequence[int]) -> str:
-        return self.decode(ids)
-
-    def raw(self, ids: Sequence[int]) -> str:
-        return self.decode(ids)
+    turn_text = raw = decode
 
     def textless(self, ids: np.ndarray) -> np.ndarray:
         return ids[:0]

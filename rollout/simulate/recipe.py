@@ -16,7 +16,7 @@ from rl.config.plugins import validated
 from rl.config.schema import Config, ConfigError, validate
 from rl.learner.simulated import simulated_options
 from rl.store.batch_files import read_batch_parts
-from rollout.broker import Rules
+from rollout.broker.rules import Rules
 from rollout.generator.engines.timing import SimulatedOptions
 from rollout.simulate.distributions import Constant, Distribution, Empirical, Gaussian, LogNormal
 from rollout.simulate.scenario import EnvServers, Generators, Scenario, TrainingCost, Work

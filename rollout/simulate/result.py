@@ -7,8 +7,8 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from rollout.broker import BrokerCore
 from rollout.broker.actions import EmitBatch
+from rollout.broker.core import BrokerCore
 from rollout.simulate.clock import Clock
 from rollout.simulate.generator import SimulatedGenerator
 from rollout.simulate.scenario import Scenario

@@ -17,9 +17,9 @@ from typing import Any
 
 from rl.weights.updater import Notify, UpdaterCore
 from rl.wire.messages import Ticket, Usage, Version, WeightStatus
-from rollout.broker import BrokerCore
 from rollout.broker.actions import Action as BrokerAction
 from rollout.broker.actions import EmitBatch, EpisodeOutcome, Finished, IssueTicket, RevokeTickets, StopRun
+from rollout.broker.core import BrokerCore
 from rollout.broker.tasks import TaskSource
 from rollout.proxy.actions import AbortAt, Forget, Reply, ReportFirstToken, SendTo
 from rollout.proxy.actions import Action as ProxyAction

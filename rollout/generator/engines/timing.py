@@ -77,7 +77,6 @@ class _Sequence:
     joined: float | None = None  # decode steps done when it joined the batch; None: not prefilled yet
     done: int = 0  # tokens before it was pre-empted
     end: float | None = None  # decode steps done when it ends; None: it does not run
-    over: bool = False
 
 
 class BatchModel:
@@ -121,7 +120,6 @@ class BatchModel:
         sequence = self._sequences.pop(key, None)
         if sequence is None:
             return
-        sequence.over = True
         if sequence is self._prefilling:
             self._prefilling = None
         elif sequence.joined is not None:
@@ -258,7 +256,6 @@ class BatchModel:
         self._start_prefill()
 
     def _end(self, sequence: _Sequence, events: list[Event]) -> None:
-        sequence.over = True
         del self._sequences[sequence.key]
         self._leave(sequence)
         events.append(Event("finished", sequence.key, self.now))

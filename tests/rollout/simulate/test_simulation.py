@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from rollout.broker import Rules
 from rollout.broker.actions import Action as BrokerAction
 from rollout.broker.actions import GroupRecord, RevokeTickets
+from rollout.broker.rules import Rules
 from rollout.proxy.actions import Action as ProxyAction
 from rollout.simulate.clock import SimulationStopped
 from rollout.simulate.distributions import Constant, Empirical, Gaussian, LogNormal, normal

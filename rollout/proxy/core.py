@@ -40,7 +40,6 @@ class ProxyCore:
     * `hooks`: as `rollout.hooks` names them; those of the proxy may place requests (`hooks.py`).
     * `max_deaths`: how many generators may die under one request before it is answered with an error.
     * `max_overtakes`: how many requests with a cached prefix may pass the head of the queue (no starvation).
-    * `remembered`: of how many sessions and prompts, each, it is known in which cache they stand.
     * `kv_admission`: what a request reserves (`Admission`); with `expected` engines must pre-empt.
     """
 
@@ -51,7 +50,6 @@ class ProxyCore:
         hooks: Sequence[Named] = (),
         max_deaths: int = 3,
         max_overtakes: int = 16,
-        remembered: int = 65_536,
         kv_admission: KvAdmission = "whole",
     ) -> None:
         self._cache_survives_update = cache_survives_update
@@ -67,7 +65,7 @@ class ProxyCore:
         self._requests: dict[int, RoutedRequest] = {}
         self._queue: PriorityQueue[RoutedRequest] = PriorityQueue()
         self._tree = LoadTree()
-        self._prefixes = PrefixIndex(remembered)
+        self._prefixes = PrefixIndex()
         self._admission = Admission(kv_admission)
         self._hooks: list[ProxyHook] = make_hooks("proxy", hooks, self._generators, self._prefixes)
         self._actions: list[Action] = []  # of the event at hand

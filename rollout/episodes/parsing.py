@@ -54,11 +54,9 @@ class TurnParser(Protocol):
 
     def parse(self, text: str) -> ParsedTurn:
         """`text` is that of one turn, special tokens included, without the token that ended it."""
-        ...
 
     def example(self) -> ChatMessage | None:
         """A turn with a call that must come back when the template has written it; None: it reads no calls."""
-        ...
 
 
 @runtime_checkable
@@ -71,7 +69,6 @@ class LiveParser(TurnParser, Protocol):
 
         Nothing that may yet become a marker is told; calls are read when the turn is complete.
         """
-        ...
 
 
 class DistantParser(ABC):

@@ -45,42 +45,33 @@ class AgentTokenizer(Protocol):
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> list[int]:
         """Ids of the opening messages and of the first turn's opening. Raises TokenizerError."""
-        ...
 
     def glue(self, messages: Sequence[ChatMessage], last_id: int) -> list[int]:
         """Ids between a generated turn, which ended with `last_id`, and the next one."""
-        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a generated turn, special tokens left out. Never raises for ids that a model produced."""
-        ...
 
     def textless(self, ids: np.ndarray) -> np.ndarray:
         """Those of the ids that stand for no text: a padded model can sample them."""
-        ...
 
     def turn_text(self, ids: Sequence[int]) -> str:
         """The text of a turn with special tokens (markers of tool calls are some), but without the one that ended the
         turn."""
-        ...
 
     def raw(self, ids: Sequence[int]) -> str:
         """The text of ids with all special tokens."""
-        ...
 
     def bridge(
         self, calls: Sequence[ToolCall], messages: Sequence[ChatMessage], last_id: int, tools: Tools = ()
     ) -> list[int]:
         """`glue` after a turn with these tool calls. Raises BridgeRefused where it cannot be known."""
-        ...
 
     def written(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> str:
         """What the template writes for a whole conversation and the opening of the next turn. Raises TokenizerError."""
-        ...
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text as it stands; special tokens in it count as such."""
-        ...
 
 
 class ChatTokenizer:

@@ -44,7 +44,6 @@ class GeneratorEvents(Protocol):
 
     def generated(self, generator: SimulatedGenerator, key: int, tokens: int, reason: str, version: Version) -> None:
         """`version`: of the last token."""
-        ...
 
     def weights_loaded(self, generator: SimulatedGenerator, status: WeightStatus) -> None: ...
 

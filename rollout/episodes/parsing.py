@@ -55,11 +55,9 @@ class TurnParser(Protocol):
 
     def parse(self, text: str) -> ParsedTurn:
         """`text` is that of one turn, special tokens included, without the token that ended it."""
-        ...
 
     def example(self) -> ChatMessage | None:
         """A turn with a call that must come back when the template has written it; None: it reads no calls."""
-        ...
 
 
 @runtime_checkable
@@ -72,7 +70,6 @@ class LiveParser(TurnParser, Protocol):
 
         Nothing that may yet become a marker is told; calls are read when the turn is complete.
         """
-        ...
 
 
 class DistantParser(ABC):
@@ -131,8 +128,7 @@ class PlainParser:
     def parse(self, text: str) -> ParsedTurn:
         return ParsedTurn(text)
 
-    def so_far(self, text: str) -> ParsedTurn:
-        return ParsedTurn(text)
+    so_far = parse
 
     def example(self) -> ChatMessage | None:
         return None

@@ -22,12 +22,13 @@ from rl.store.samples import Sample, sample_of
 from rl.wire.messages import NO_OPINION, Abort, Generate, Generated, Trajectory, Version
 from rl.wire.process import WaitExpired
 from rollout.episodes.environment import ChatMessage, Opening, RewardFailed, Step, TurnText
-from rollout.episodes.episode import EpisodeContext, EpisodeFailed, Progress, run_episode
+from rollout.episodes.episode import EpisodeContext, Progress, run_episode
 from rollout.episodes.generation import GenerationClient
 from rollout.episodes.hooks import EpisodeHooks
 from rollout.episodes.parsing import DistantParser, HermesParser, ParsedTurn, SampledText, TurnReader, make_reader
 from rollout.episodes.tokenizer import ChatTokenizer, IdTokenizer
 from rollout.episodes.turn_barrier import TurnBarrier
+from rollout.episodes.turns import EpisodeFailed
 from tests.envs.harness import generated, ticket
 
 

@@ -21,6 +21,7 @@ from envs.registry import load_family, make_family, validate_options
 from launch.commands.run import execute
 from launch.cpu.fork_server import begin_as_copies
 from launch.preflight import check, make_run
+from launch.refusing import Refusing
 from launch.report.tasks import rates as rates_of
 from launch.report.tasks import types_of
 from launch.terminal import CleanConsole
@@ -169,10 +170,8 @@ def find_target(text: str) -> Target:
     """A checkpoint folder, a run's folder (its newest checkpoint), a model folder or a hub name."""
     path = Path(text).absolute()
     if (path / "meta.json").exists():
-        try:
+        with Refusing("", CheckpointError):
             verify(path)
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from None
         return Target(str(path), True, _run_of(path.parent.parent))
 
     if (path / "checkpoints").is_dir():

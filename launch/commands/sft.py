@@ -22,6 +22,7 @@ from launch.cpu.fork_server import begin_as_copies
 from launch.dry_run import print_plan
 from launch.preflight import Preflight, check, make_run
 from launch.provenance import write_provenance
+from launch.refusing import Refusing
 from launch.sittings import with_checkpoint
 from launch.terminal import say
 from launch.warm_start.writing import written
@@ -113,10 +114,8 @@ def _token_rows(checked: Preflight, family: EnvironmentFamily, split: str) -> li
     config = checked.config
     limit = config.generator.max_model_len
     assert checked.prepared.folder is not None
-    try:
+    with Refusing(f"model.path={config.model.path!r}", TokenizerError):
         tokenizer = ChatTokenizer(checked.prepared.folder, config.chat.template_options)
-    except TokenizerError as error:
-        raise ConfigError(f"model.path={config.model.path!r}: {error}") from None
 
     count = family.task_count(split)
     found = [_marked(tokenizer, family.task(split, index), config) for index in range(count)]
@@ -138,10 +137,8 @@ def _marked(tokenizer: ChatTokenizer, row: Imitated, config: Config) -> list[Mar
     turns = [(row.messages[i], row.messages[i + 1 : end]) for i, end in zip(places, ends, strict=True)]
     opening = row.messages[: places[0]]
 
-    try:
+    with Refusing(row.where, TokenizerError):
         sequences = written(tokenizer, opening, turns, config.generator.max_model_len, config.chat.thinking)
-    except TokenizerError as error:
-        raise ConfigError(f"{row.where}: {error}") from None
     return (
         None
         if sequences is None

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from rich.text import Text
 
+from launch.refusing import Refusing
 from launch.terminal import CleanConsole
 from rl.config.schema import ConfigError
 from rl.store.samples import Sample, read_samples
@@ -124,10 +125,8 @@ def _head(sample: Sample) -> str:
 
 
 def _pieces(run: Path) -> Pieces:
-    try:
+    with Refusing(f"{str(run)!r}: the model's tokenizer cannot be read", OSError, TokenizerError):
         return Pieces(load_tokenizer(RunFile.load(run).model_folder))
-    except (OSError, TokenizerError) as error:
-        raise ConfigError(f"{str(run)!r}: the model's tokenizer cannot be read: {error}") from None
 
 
 def _nothing(run: Path) -> str:

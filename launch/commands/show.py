@@ -15,7 +15,6 @@ from rich.text import Text
 
 from launch.refusing import Refusing
 from launch.terminal import CleanConsole
-from rl.config.schema import ConfigError
 from rl.store.samples import Sample, read_samples
 from rl.wire.run import RunFile
 from rollout.episodes.pieces import Pieces
@@ -29,11 +28,9 @@ _ROUNDING = 1e-6
 
 def show(arguments: argparse.Namespace) -> int:
     """Print the conversations that fit the filters, newest first. Raises ConfigError where there is no run."""
-    if not (arguments.run / "run.json").exists():
-        raise ConfigError(f"{str(arguments.run)!r} is no folder of a run (no run.json)")
+    pieces = _pieces(arguments.run)
     newest_first = reversed(list(read_samples(arguments.run)))
     chosen = islice(matching(newest_first, arguments), arguments.limit)
-    pieces = _pieces(arguments.run)
 
     if arguments.json:
         for sample in chosen:

@@ -265,7 +265,7 @@ class ClusterLauncher:
 
     def _come_back(self, back: m.Back, peer: bytes) -> None:
         """An agent that has outlived the head before, with what runs there."""
-        member = self._members.returned(boot_time(), peer, back.machine, back.gpus)
+        member = self._members.join(boot_time(), peer, back.gpus, back.machine)
         member.sees = back.sees
         self._run.make_names(back.names)
 

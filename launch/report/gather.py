@@ -20,6 +20,7 @@ from launch.report.blocks import Arrays
 from launch.report.samples import SamplePage, gather_samples
 from launch.report.tasks import rates, task_facts
 from launch.report.timeline import Timeline, gather_timeline
+from launch.sittings import read_rows
 from rl.config.damage import read_lines, reading
 from rl.observe.alarms import read_alarms
 from rl.observe.intervals import Z95, paired_bootstrap
@@ -54,10 +55,10 @@ def gather(folder: Path) -> RunPage:
 
     rows: list[Row] = []
     with reading(folder / "metrics.jsonl", _WITHOUT):
-        rows = read_rows(folder / "metrics.jsonl")
+        rows = list(read_rows(folder))
         facts = _of_rows(rows, run)
     with reading(folder / "evals.jsonl", _WITHOUT):
-        evals = read_rows(folder / "evals.jsonl")
+        evals = list(read_lines(folder / "evals.jsonl", dict[str, Any]))
         facts["evaluations"] = evaluations(rows, run, evals)
         of_tasks = gain(evals), task_facts(evals, samples.facts["episodes"])
     with reading(folder / "summary.json", _WITHOUT):
@@ -140,11 +141,6 @@ def is_running(folder: Path) -> bool:
         return True
     lock.release()
     return False
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of whole lines only: a killed supervisor may have left half of one."""
-    return list(read_lines(path, dict[str, Any]))
 
 
 def columns(rows: Sequence[Row], run: RunFile) -> dict[str, list[float | None]]:

@@ -65,12 +65,9 @@ class Need:
         """Bytes that stay free of a GPU with so many, or of its share of one that it has not for itself."""
         return int(gpu * self.share if self.beside else gpu) - self.each
 
-    @property
-    def held(self) -> str:
-        return ", ".join(f"{name} {size_text(size)}" for name, size in self.parts.items() if size)
-
     def __str__(self) -> str:
-        return f"{self.count} × {self.what}: {size_text(self.each)} each ({self.held})"
+        held = ", ".join(f"{name} {size_text(size)}" for name, size in self.parts.items() if size)
+        return f"{self.count} × {self.what}: {size_text(self.each)} each ({held})"
 
 
 def shape_of(config: Config, told: Mapping[str, Any]) -> ModelShape:

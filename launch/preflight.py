@@ -101,7 +101,9 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process, target: Ma
 
     device, machine = _check_device(config, target, dry, unchecked)
     _check_channel(config, device, len(machine.gpus))
-    told = _told(config, dry, unchecked)
+    told = model_config(config, fetch=not dry, unchecked=unchecked)
+    if told is not None:
+        check_family_of(config, told)
     teacher = _teacher(config, dry, unchecked)
 
     # Refused before tasks or a model are made.
@@ -142,14 +144,6 @@ def _check_descriptors(needed: int) -> None:
 def _installed() -> bool:
     """Whether this is the complete installation, and not the small one of a dry run before it."""
     return find_spec("torch") is not None
-
-
-def _told(config: Config, dry: bool, unchecked: list[str]) -> Mapping[str, Any] | None:
-    """What the model's `config.json` says, if it can be read already; a family that cannot be trained is refused."""
-    told = model_config(config, fetch=not dry, unchecked=unchecked)
-    if told is not None:
-        check_family_of(config, told)
-    return told
 
 
 def _prepare(config: Config, dry: bool, begin: Begin, unchecked: list[str]) -> Prepared:

@@ -92,7 +92,7 @@ def _of_rows(rows: list[Row], run: RunFile) -> dict[str, Any]:
     return {
         "rows": columns(_thinned(trained, _MOST_ROWS), run),
         "histograms": histograms(_thinned(trained, _MOST_HISTOGRAMS)),
-        "seconds": _since(run, rows),
+        "seconds": float(rows[-1]["time"]) - run.started_at if rows else 0.0,
         "ledger": ledger(trained[-1] if trained else {}, len(trained), run),
         "staleness": _staleness(trained),
     }
@@ -229,10 +229,6 @@ def _staleness(rows: Sequence[Row]) -> dict[str, int]:
     """Samples by their age."""
     counts = Counter(int(age) for row in rows for age in row.get("staleness", []))
     return {str(age): counts[age] for age in sorted(counts)}
-
-
-def _since(run: RunFile, rows: Sequence[Row]) -> float:
-    return float(rows[-1]["time"]) - run.started_at if rows else 0.0
 
 
 def _thinned(rows: list[Row], most: int) -> list[Row]:

@@ -25,6 +25,7 @@ from launch.refusing import Refusing
 from launch.report.tasks import rates as rates_of
 from launch.report.tasks import types_of
 from launch.terminal import CleanConsole
+from rl.config.damage import read_lines
 from rl.config.recipes import SHIPPED
 from rl.config.schema import Config, ConfigError, ModelConfig, load_config
 from rl.store.checkpoint_folder import CheckpointError, latest, read_meta, verify
@@ -192,8 +193,7 @@ def _lora_of(target: Target) -> dict[str, Any] | None:
 
 def read_episodes(config: Config, run: Path) -> list[EpisodeResult]:
     """The results of the newest evaluation in a run's folder, by task."""
-    lines = (run / "evals.jsonl").read_bytes().splitlines()
-    results = [msgspec.json.decode(line, type=EpisodeResult) for line in lines]
+    results = list(read_lines(run / "evals.jsonl", EpisodeResult))
     newest = max(result.version for result in results)
     results = [result for result in results if result.version == newest]
 

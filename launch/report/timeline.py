@@ -187,6 +187,7 @@ class Builder:
                 self._marks.append((now, "death", f"{role}.{index}", how))
                 if lane := self._lanes.get((role, index)):
                     self._abandon(lane, now)
+
             case m.RunEnded(reason):
                 self._marks.append((now, "end", "", reason))
             case m.Published(_, version):
@@ -201,7 +202,7 @@ class Builder:
             self._longest[source] = structs.replace(pulse.longest, step=step)
 
     def _bar(self, event: m.TraceEvent, now: float, source: Source) -> None:
-        """Spans and loads, requests, and what an episode does, in its seat."""
+        """Spans, loads and requests have a row each; what an episode does is in its own."""
         match event:
             case m.SpanBegan(name, step):
                 self._step = max(self._step, step + 1)
@@ -221,7 +222,11 @@ class Builder:
                     self._open[source, request] = replace(bar, begin=now, kind=_KIND["decode"])
             case m.SamplingEnded(_, request):
                 self._end((source, request), now)
+            case event:
+                self._episode(event, now, source)
 
+    def _episode(self, event: m.TraceEvent, now: float, source: Source) -> None:
+        match event:
             case m.ResetBegan(ticket):
                 lane = self._lane(source)
                 self._seats[ticket] = OpenBar(lane, lane.take(), now, _KIND["open"], ticket)
@@ -232,6 +237,7 @@ class Builder:
                 self._part(ticket, "step", now)
             case m.ResetEnded(ticket) | m.Answered(ticket) | m.StepEnded(ticket):
                 self._close(("part", ticket), now)
+
             case m.EpisodeEnded(ticket):
                 self._close(("part", ticket), now)
                 self._leave_seat(ticket, now)

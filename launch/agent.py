@@ -307,9 +307,7 @@ class Agent:
 
     def _open(self, name: str) -> dict[str, m.File]:
         """Keep a folder open that the head wants; nothing where it is gone meanwhile."""
-        if self._sending is not None:
-            self._sending.close()
-            self._sending = None
+        self._sending = None
         with contextlib.suppress(OSError):
             self._sending = Opened(self._run.folder, name)
         return self._sending.files if self._sending is not None else {}

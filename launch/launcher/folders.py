@@ -51,21 +51,22 @@ def forget_others(run: Path, name: str) -> None:
 
 
 class Opened:
-    """A folder that is sent. Its files are open, so that they can be read to the end when their names are gone."""
+    """A folder that is sent. Its files are open as long as it is there, so that they can be read to the end when their
+    names are gone."""
 
     def __init__(self, run: Path, name: str) -> None:
         """Raises OSError: it is gone."""
         self.name = name
         self.files: dict[str, File] = {}
         self._open: dict[str, int] = {}
-        try:
-            digests = written_digests(run / name)
-            for path, digest in (digests | {DIGESTS: file_digest(run / name / DIGESTS)}).items():
-                self._open[f"{name}/{path}"] = descriptor = os.open(run / name / path, os.O_RDONLY)
-                self.files[f"{name}/{path}"] = File(os.fstat(descriptor).st_size, digest)
-        except OSError:
-            self.close()
-            raise
+        digests = written_digests(run / name)
+        for path, digest in (digests | {DIGESTS: file_digest(run / name / DIGESTS)}).items():
+            self._open[f"{name}/{path}"] = descriptor = os.open(run / name / path, os.O_RDONLY)
+            self.files[f"{name}/{path}"] = File(os.fstat(descriptor).st_size, digest)
+
+    def __del__(self) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
 
     @property
     def digest(self) -> str:
@@ -77,11 +78,6 @@ class Opened:
         if ask.file not in self._open or ask.offset < 0:
             raise ProtocolError(f"{ask.file!r} is no file that is sent now")
         return Part(ask.file, ask.offset, os.pread(self._open[ask.file], CHUNK_BYTES, ask.offset))
-
-    def close(self) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
-        self._open.clear()
 
 
 class Arriving:

@@ -134,13 +134,11 @@ def is_running(folder: Path) -> bool:
     """Whether a process holds the run's lock."""
     if not (folder / "lock").exists():
         return False
-    lock = FileLock(folder / "lock")
     try:
-        lock.acquire(timeout=0)
+        with FileLock(folder / "lock").acquire(timeout=0):
+            return False
     except Timeout:
         return True
-    lock.release()
-    return False
 
 
 def columns(rows: Sequence[Row], run: RunFile) -> dict[str, list[float | None]]:

@@ -25,7 +25,7 @@ from launch.provenance import write_provenance
 from launch.refusing import Refusing
 from launch.sittings import with_checkpoint
 from launch.terminal import say
-from launch.warm_start.writing import written
+from launch.warm_start.writing import Written, written
 from rl.config.schema import Config, ConfigError, load_config
 from rl.learner.rows import FOLDER, IMITATED
 from rl.store.made_once import waited_s
@@ -139,15 +139,12 @@ def _marked(tokenizer: ChatTokenizer, row: Imitated, config: Config) -> list[Mar
 
     with Refusing(row.where, TokenizerError):
         sequences = written(tokenizer, opening, turns, config.generator.max_model_len, config.chat.thinking)
-    return (
-        None
-        if sequences is None
-        else [(np.array(each.ids, np.int32), _mask(each.ids, each.turns)) for each in sequences]
-    )
+    return None if sequences is None else [_as_marked(each) for each in sequences]
 
 
-def _mask(ids: list[int], turns: list[tuple[int, int, int]]) -> np.ndarray:
-    mask = np.zeros(len(ids), np.uint8)
-    for start, end, _ in turns:
+def _as_marked(sequence: Written) -> Marked:
+    """Its ids, and 1 at each that the model is to write."""
+    mask = np.zeros(len(sequence.ids), np.uint8)
+    for start, end, _ in sequence.turns:
         mask[start:end] = 1
-    return mask
+    return np.array(sequence.ids, np.int32), mask

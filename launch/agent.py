@@ -31,8 +31,7 @@ from launch.launcher.local import LocalHandle, LocalLauncher
 from launch.launcher.members import Lease
 from launch.launcher.node_messages import boot_time
 from launch.launcher.protocol import Spec
-from rl.learner.changes import FILE as CHANGES
-from rl.learner.changes import WISH
+from rl.learner.changes import CHANGES, WISH
 from rl.store.digests import file_digest
 from rl.store.made_once import cache_folder
 from rl.weights.host import clean_up

@@ -42,6 +42,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 from launch import __version__
 from launch.terminal import say
@@ -154,7 +155,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _add_join(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("head", help="HOST:PORT, as the run prints it")
     parser.add_argument("--key", required=True, metavar="FILE", help="the run's agents.key; - reads it from stdin")
-    parser.add_argument("--machine", type=_whole(1), default=0, metavar="N", help="the number it has, if that is free")
+    parser.add_argument("--machine", type=_number(1), default=0, metavar="N", help="the number it has, if that is free")
 
 
 def _add_head(parser: argparse.ArgumentParser) -> None:
@@ -238,12 +239,12 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run's folder, also of one that goes on or was killed")
     parser.add_argument("--kind", choices=["train", "eval"], help="training episodes or those of evaluations only")
-    parser.add_argument("--step", type=_whole(0), help="whose newest token was sampled by this version")
+    parser.add_argument("--step", type=_number(0), help="whose newest token was sampled by this version")
     parser.add_argument("--failed", action="store_true", help="without success")
     parser.add_argument("--reward", type=_range, help="this one, or a range: 0.2..0.8, ..0.5, 0.5..")
     parser.add_argument("--task", type=int, help="of this task")
     parser.add_argument("--group", type=int, help="all members of this group")
-    parser.add_argument("--limit", type=_whole(1), default=5, help="at most so many, the newest first (5)")
+    parser.add_argument("--limit", type=_number(1), default=5, help="at most so many, the newest first (5)")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each")
 
 
@@ -258,21 +259,16 @@ def _range(text: str) -> tuple[float, float]:
     raise argparse.ArgumentTypeError(f"{text!r} is no number and no range such as 0.2..0.8, ..0.5, 0.5..")
 
 
-def _nats(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if float(text) >= 0:  # nor is NaN
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+def _number(least: int, most: int = 10**9, kind: Callable[[str], Any] = int) -> Callable[[str], Any]:
+    named = "whole number" if kind is int else "number"
 
-
-def _whole(least: int, most: int = 10**9) -> Callable[[str], int]:
-    def whole(text: str) -> int:
+    def number(text: str) -> Any:
         with contextlib.suppress(ValueError):
-            if least <= int(text) <= most:
-                return int(text)
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
+            if least <= kind(text) <= most:  # nor is NaN
+                return kind(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is no {named} from {least} to {most}")
 
-    return whole
+    return number
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
@@ -291,7 +287,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=learns)
     _add_trust(parser)
     exact = "compare each token with the weights that sampled it; name the first batch beyond NATS (alarms.exact)"
-    parser.add_argument("--exact", type=_nats, metavar="NATS", help=exact)
+    parser.add_argument("--exact", type=_number(0, kind=float), metavar="NATS", help=exact)
     parser.add_argument("--trail", type=Path, help="write digests of what each step computed to this JSON file")
 
 
@@ -351,7 +347,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="run", help="folders of runs, in whatever state")
     parser.add_argument("--out", type=Path, help="where the file goes; default: report.html in the first run's folder")
     parser.add_argument("--serve", action="store_true", help="show it on this machine, and follow runs that go on")
-    parser.add_argument("--port", type=_whole(0, 65535), default=0, help="of --serve; default: any that is free")
+    parser.add_argument("--port", type=_number(0, 65535), default=0, help="of --serve; default: any that is free")
 
 
 _COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {

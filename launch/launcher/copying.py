@@ -14,8 +14,7 @@ import msgspec
 from launch.launcher.copies import TIMELINES, Copies, step_of
 from launch.launcher.folders import Fetcher, Opened, drop, forget_others, known_changes, made_in
 from launch.launcher.node_messages import Ask, Begin, FromHead, Part, Sent, Want, boot_time
-from rl.learner.changes import FILE as CHANGES
-from rl.learner.changes import WISH, Change
+from rl.learner.changes import CHANGES, WISH, Change
 from rl.wire.run import RunFile
 
 _AGAIN_S = 2.0

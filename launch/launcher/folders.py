@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from launch.launcher.copies import CHECKPOINTS, Parts, step_of
 from launch.launcher.node_messages import CHUNK_BYTES, Ask, File, Part
-from rl.learner.changes import FILE as CHANGES
+from rl.learner.changes import CHANGES
 from rl.store.checkpoint_folder import steps_of, sync_folder
 from rl.store.digests import DIGESTS, damage, file_digest, written_digests
 from rl.wire.codec import ProtocolError

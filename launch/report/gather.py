@@ -63,14 +63,12 @@ def gather(folder: Path) -> RunPage:
         of_tasks = gain(evals), task_facts(evals, samples.facts["episodes"])
     with reading(folder / "summary.json", _WITHOUT):
         facts |= _of_summary(folder, run, rows, facts)
-
     with reading(folder / LAB, _WITHOUT):
-        lab = _json(folder / LAB) or None
+        facts["lab"] = _json(folder / LAB) or None
 
     facts |= {
         "name": run.config.name,
         "origin": origin,
-        "lab": lab,
         "config": flat(run.config.model_dump(mode="json")),
         "started": run.started_at,
         "startStep": min([run.start_step, *(int(row["step"]) - 1 for row in rows if "train/loss" in row)]),

@@ -30,20 +30,24 @@ class SamplePage:
     arrays: Arrays
 
 
+def known_pieces(run: RunFile) -> Pieces:
+    """The texts of a run's tokens; their numbers, where the model is no longer there."""
+    try:
+        return Pieces(load_tokenizer(run.model_folder))
+    except (OSError, TokenizerError):
+        return Pieces(load_tokenizer(None))
+
+
 def gather_samples(folder: Path, run: RunFile) -> SamplePage:
     """The samples to show: of the episodes that were kept as many as fit, in whole groups, evenly spread over the
     run."""
     every = list(read_samples(folder))
     shown = chosen(every, MOST_TOKENS)
     trained = read_trained(folder)
-    try:
-        tokenizer = load_tokenizer(run.model_folder)
-    except (OSError, TokenizerError):  # the model is no longer there: numbers can be shown all the same
-        tokenizer = load_tokenizer(None)
 
     ids = np.array([id for sample in shown for id in sample.token_ids], np.uint32)
     vocabulary, places = np.unique(ids, return_inverse=True)
-    pieces = Pieces(tokenizer)
+    pieces = known_pieces(run)
     facts = {
         "kept": len(every),
         "episodes": [_episode(sample, trained.get(sample.ticket_id), pieces) for sample in shown],

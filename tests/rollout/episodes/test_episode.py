@@ -287,6 +287,10 @@ class Unsure(Scripted):
         ((10**400,), [0.0], "environment: step of turn 1 answered a reward that is no number"),
         (("much",), [0.0], "environment: step of turn 1 answered a reward that is no number"),
         ((0.5, RewardFailed("grade raised KeyError: 3"), 1.0), [0.5, 0.0], "grade raised KeyError: 3"),
+        ((6e5, 5e5), [0.0, 0.0], "environment: the rewards of an episode add up to 1.1e+06: at most 1e+06 in size"),
+        ((-1e6, -1e6, 1e6), [-1e6, -1e6, 1e6], ""),
+        ((-1e6, -1.0), [0.0, 0.0], "environment: the rewards of an episode add up to -1e+06"),
+        ((1e6, 1.0, RewardFailed("grade raised KeyError: 3")), [0.0, 0.0, 0.0], "grade raised KeyError: 3"),
     ],
 )
 def test_a_reward_that_is_not_known_masks_the_episode_and_fails_no_ticket(

@@ -28,6 +28,7 @@ from rl.replay.recorded import Recorded
 
 _ROOT = Path(__file__).parents[2]
 _NO_MATTER = ("name", "runs", "resume", "tracking.", "timeouts.", "alarms.")  # to what is computed
+_SLOWER = 10  # a step of a replay may take so many times timeouts.hang_s: this machine may be a smaller one
 Trail = dict[int, dict[str, str]]
 
 
@@ -131,10 +132,15 @@ def trail_under(commit: str, run: Recorded, first: int, last: int) -> Trail:
         span = ["--from", str(first), "--to", str(last), "--trail", str(path)]
         words = [sys.executable, "-m", "launch.cli", "replay", str(run.folder.absolute()), *span]
         modules = os.pathsep.join([str(code), str(Path.cwd())])  # losses of the user's own stand where this was begun
+        limits = run.config.timeouts
+        limit_s = limits.start_s + _SLOWER * limits.hang_s * (last - run.state_before(first)[1])
         environment = os.environ | {"PYTHONPATH": modules}
-        ended = subprocess.run(words, cwd=code, env=environment, capture_output=True, text=True)
+        try:
+            ended = subprocess.run(words, cwd=code, env=environment, capture_output=True, text=True, timeout=limit_s)
+            said = (ended.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        except subprocess.TimeoutExpired:
+            said = f"it did not end within {limit_s:g} s, by timeouts.start_s and timeouts.hang_s of the run"
 
         if not path.exists():
-            said = (ended.stderr.strip().splitlines() or ["nothing was said"])[-1]
             raise ConfigError(f"commit {commit or 'of this code'} replays no step of {run.folder}: {said}")
         return msgspec.json.decode(path.read_bytes(), type=Trail, strict=False)

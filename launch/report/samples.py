@@ -60,11 +60,10 @@ def gather_samples(folder: Path, run: RunFile) -> SamplePage:
         "logp": _thousandths([value for sample in shown for value in sample.logp]),
         "version": np.array([version for sample in shown for version in sample.versions], np.int32),
     }
-    for name, kind in (("ratio", "log_ratio"), ("entropy", "entropy")):
+    for name, kind in (("ratio", "log_ratio"), ("entropy", "entropy"), ("advantage", "advantage")):
         columns = [_spread(sample, trained.get(sample.ticket_id), kind) for sample in shown]
-        arrays[name] = _thousandths(np.concatenate(columns) if columns else [])
-    advantages = [_spread(sample, trained.get(sample.ticket_id), "advantage") for sample in shown]
-    arrays["advantage"] = np.concatenate(advantages).astype(np.float32) if advantages else np.zeros(0, np.float32)
+        known = np.concatenate(columns) if columns else np.zeros(0)
+        arrays[name] = known.astype(np.float32) if name == "advantage" else _thousandths(known)
     return SamplePage(facts, arrays)
 
 

@@ -31,7 +31,8 @@ class RowError(ValueError):
 def files_of(source: str) -> list[Path]:
     """The files that a path, a folder or a glob names, by name; none if it names nothing on this disk.
 
-    Raises RowError for a folder or a glob without files of rows, and for a file of another kind.
+    Raises RowError for a folder or a glob without files of rows, for a file of another kind, and for what is no file.
+    To open a pipe would wait for who writes to it, and a device may have no end.
     """
     path = Path(source)
     if path.is_dir():
@@ -50,6 +51,9 @@ def files_of(source: str) -> list[Path]:
     for each in found:
         if not _kind(each):
             raise RowError(f"{each} is no file of rows; these can be read: {', '.join(KINDS)}")
+        if each.exists() and not each.is_file():
+            fix = "write the rows into a file, and name that in source or eval_source"
+            raise RowError(f"{each} is {_what(each)}, which is not read; {fix}")
     return found
 
 
@@ -64,6 +68,15 @@ def read_file(path: Path, columns: Sequence[str] | None) -> Iterator[Values]:
 
 def _kind(path: Path) -> str:
     return next((kind for kind in KINDS if path.name.endswith(kind)), "")
+
+
+def _what(path: Path) -> str:
+    """What stands there instead of a file."""
+    if path.is_dir():
+        return "a folder"
+    if path.is_socket():
+        return "a socket"
+    return "a named pipe" if path.is_fifo() else "a device"
 
 
 def _text(path: Path) -> str:

@@ -43,11 +43,12 @@ from rl.wire.run import context_from_command_line
 from rl.wire.sockets import open_socket
 from rl.wire.text import whole
 from rollout.episodes.environment import EnvironmentFamily
-from rollout.episodes.episode import EpisodeContext, EpisodeFailed, Progress, run_episode
+from rollout.episodes.episode import EpisodeContext, Progress, run_episode
 from rollout.episodes.foreign import ForeignContext
 from rollout.episodes.generation import GenerationClient
 from rollout.episodes.hooks import EpisodeHooks
 from rollout.episodes.tokenizer import TokenizerError, load_tokenizer
+from rollout.episodes.turns import EpisodeFailed
 from rollout.parsers.client import ParserClient, open_reader
 from rollout.teacher.client import TeacherClient
 

@@ -24,37 +24,14 @@ import zmq
 
 from launch.children import Exits
 from launch.gpus import visible_gpus
+from launch.launcher import node_messages as m
 from launch.launcher.copies import is_known
 from launch.launcher.folders import Fetcher, Opened, drop, forget_others, known_changes, made_in
 from launch.launcher.local import LocalHandle, LocalLauncher
 from launch.launcher.members import Lease
-from launch.launcher.node_messages import (
-    TAIL_BYTES,
-    Ask,
-    Back,
-    Beat,
-    Begin,
-    File,
-    FromAgent,
-    FromHead,
-    Hello,
-    Orders,
-    Part,
-    Refused,
-    Sent,
-    Start,
-    Want,
-    Welcome,
-    Who,
-    agent_socket,
-    boot_time,
-    code_hash,
-    codec,
-    start_folders,
-)
+from launch.launcher.node_messages import boot_time
 from launch.launcher.protocol import Spec
-from rl.learner.changes import FILE as CHANGES
-from rl.learner.changes import WISH
+from rl.learner.changes import CHANGES, WISH
 from rl.store.digests import file_digest
 from rl.store.made_once import cache_folder
 from rl.weights.host import clean_up
@@ -86,16 +63,16 @@ class Agent:
         self._lease_fd = lease_fd
         self._folder = folder
         self._machine = machine
-        self._code = code_hash()
+        self._code = m.code_hash()
         self._gpus = [gpu.name for gpu in visible_gpus()]
 
         self._identity = b"agent." + secrets.token_hex(8).encode()
-        self._socket = agent_socket(zmq.DEALER, key, self._identity)
+        self._socket = m.agent_socket(zmq.DEALER, key, self._identity)
         self._socket.connect(f"tcp://{head}")
 
         self._exits = Exits()
-        self._receiver: Receiver[FromHead] = Receiver(
-            {self._socket: self._from_head}, Malformed("agent"), self._exits.fileno(), codec=codec
+        self._receiver: Receiver[m.FromHead] = Receiver(
+            {self._socket: self._from_head}, Malformed("agent"), self._exits.fileno(), codec=m.codec
         )
 
         self._hellos: list[float] = []
@@ -107,7 +84,7 @@ class Agent:
         self._launcher: LocalLauncher
 
         self._is_shared = False
-        self._waiting: dict[str, Start] = {}  # for files
+        self._waiting: dict[str, m.Start] = {}  # for files
         self._handles: dict[str, LocalHandle] = {}
         self._taken: dict[str, list[str]] = {}  # the GPUs of each process
         self._states: dict[str, int | None] = {}
@@ -116,8 +93,8 @@ class Agent:
         self._sending: Opened | None = None
         self._fetcher: Fetcher
 
-        self._begun: Begin | None = None  # what the ranks here began from
-        self._copy: Sent | None = None  # what is fetched to be held here, or cannot be
+        self._begun: m.Begin | None = None  # what the ranks here began from
+        self._copy: m.Sent | None = None  # what is fetched to be held here, or cannot be
         self._wish = b""  # what was asked last of the ranks here
         self._leaving = False
         self._ended = ""  # why, as soon as it is to end
@@ -152,7 +129,7 @@ class Agent:
         """Say what is. Returns the seconds until it is to be said again."""
         if self._lease is None:
             self._hellos.append(now)
-            self._send(Hello(len(self._hellos) - 1, self._gpus, self._code, self._machine))
+            self._send(m.Hello(len(self._hellos) - 1, self._gpus, self._code, self._machine))
             return _HELLO_S
         if (ask := self._files.ask(now)) is not None:
             self._send(ask)
@@ -166,7 +143,7 @@ class Agent:
             made = made_in(self._run.folder)
 
         about = self._told, self._logs(), self._is_shared, self._leaving
-        self._send(Beat(self._lease.beat(now), *about, made, answered, changes))
+        self._send(m.Beat(self._lease.beat(now), *about, made, answered, changes))
         return min(1.0, self._lease.seconds / 10)
 
     def _logs(self) -> dict[str, tuple[int, bytes]]:
@@ -177,39 +154,39 @@ class Agent:
         for name in self._states:
             with contextlib.suppress(FileNotFoundError), self._log(name).open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
-                begin = max(self._held.get(name, 0), size - TAIL_BYTES)
+                begin = max(self._held.get(name, 0), size - m.TAIL_BYTES)
                 log.seek(begin)
-                if data := log.read(TAIL_BYTES):
+                if data := log.read(m.TAIL_BYTES):
                     found[name] = begin, data
         return found
 
     def _log(self, name: str) -> Path:
         return self._run.folder / "logs" / f"{name}.log"
 
-    def _send(self, message: FromAgent) -> None:
-        send_frames(self._socket, codec.encode(message))
+    def _send(self, message: m.FromAgent) -> None:
+        send_frames(self._socket, m.codec.encode(message))
 
     # ------------------------------------------------------------ heard
 
-    def _from_head(self, message: FromHead, _peer: bytes) -> None:
+    def _from_head(self, message: m.FromHead, _peer: bytes) -> None:
         match message:
-            case Refused(reason):
+            case m.Refused(reason):
                 self._ended = f"the head at {self._head} refuses: {reason}"
-            case Welcome() if self._lease is None:
+            case m.Welcome() if self._lease is None:
                 self._join(message)
-            case Orders() if self._lease is not None:
+            case m.Orders() if self._lease is not None:
                 self._obey(message, self._lease)
 
-            case Who() if self._lease is not None:
+            case m.Who() if self._lease is not None:
                 self._send(self._back(self._lease))
-            case Want(name) if self._lease is not None and is_known(name):
-                self._send(Sent(name, self._open(name)))
-            case Sent(name) if self._lease is not None and is_known(name):
+            case m.Want(name) if self._lease is not None and is_known(name):
+                self._send(m.Sent(name, self._open(name)))
+            case m.Sent(name) if self._lease is not None and is_known(name):
                 self._hold(message)
-            case Ask() if self._sending is not None:
+            case m.Ask() if self._sending is not None:
                 self._send(self._sending.part(message))
 
-            case Part() if self._lease is not None:
+            case m.Part() if self._lease is not None:
                 with self._telling():
                     if self._fetcher.take(message, boot_time()):
                         self._ask()
@@ -218,12 +195,12 @@ class Agent:
                 if (ask := self._files.ask(boot_time())) is not None:
                     self._send(ask)
 
-    def _back(self, lease: Lease) -> Back:
+    def _back(self, lease: Lease) -> m.Back:
         """What a head that has just begun must know. Its lease goes on once that is answered."""
         alive = [name for name, code in self._states.items() if code is None]
         holds = {name: self._taken[name] for name in alive}
         who = self._run.run_id, self._number, self._gpus, self._is_shared, self._names
-        return Back(lease.beat(boot_time()), *who, holds, self._held)
+        return m.Back(lease.beat(boot_time()), *who, holds, self._held)
 
     def _hear_keeper(self) -> None:
         if not self._leaving and select.select([0], [], [], 0)[0]:
@@ -231,7 +208,7 @@ class Agent:
             if self._lease is None:
                 self._ended = "told to leave"
 
-    def _join(self, welcome: Welcome) -> None:
+    def _join(self, welcome: m.Welcome) -> None:
         told = RunFile.model_validate_json(welcome.run)
         self._files = Files(told, welcome.files, self._identity.decode())
         with contextlib.suppress(OSError):
@@ -276,7 +253,7 @@ class Agent:
         assert self._lease is not None
         os.write(self._lease_fd, LEASE.pack(self._lease.until))
 
-    def _obey(self, orders: Orders, lease: Lease) -> None:
+    def _obey(self, orders: m.Orders, lease: Lease) -> None:
         lease.answered(orders.beat)
         self._renewed()
         self._held |= orders.held
@@ -327,11 +304,9 @@ class Agent:
                 handle.kill()  # what is left of its group: who hears of its end may rely on it
                 self._states[name] = code
 
-    def _open(self, name: str) -> dict[str, File]:
+    def _open(self, name: str) -> dict[str, m.File]:
         """Keep a folder open that the head wants; nothing where it is gone meanwhile."""
-        if self._sending is not None:
-            self._sending.close()
-            self._sending = None
+        self._sending = None
         with contextlib.suppress(OSError):
             self._sending = Opened(self._run.folder, name)
         return self._sending.files if self._sending is not None else {}
@@ -346,7 +321,7 @@ class Agent:
         partial.write_bytes(self._wish)
         partial.rename(path)
 
-    def _begin_from(self, begin: Begin) -> None:
+    def _begin_from(self, begin: m.Begin) -> None:
         """The ranks stood elsewhere: what stands here is of a time that was taken back."""
         self._begun = begin
         self._run = self._run.model_copy(update={"timeline": begin.timeline})
@@ -360,7 +335,7 @@ class Agent:
         if begin.name and made_in(self._run.folder).get(begin.name) != begin.digest:
             self._fetcher.begin(begin.name, begin.files)
 
-    def _hold(self, sent: Sent) -> None:
+    def _hold(self, sent: m.Sent) -> None:
         """What stands in the head's folder is to be here as well. What the ranks here begin from goes before."""
         for_ranks = self._fetcher.is_busy and self._copy is None
         if for_ranks or self._fetcher.is_finishing or sent == self._copy:
@@ -388,7 +363,7 @@ class Agent:
         for ask in self._fetcher.asks(boot_time()):
             self._send(ask)
 
-    def _begin(self, start: Start) -> None:
+    def _begin(self, start: m.Start) -> None:
         here = {"--run": str(self._folder), "--host": str(self._run.addresses.host)}
         arguments = list(start.arguments)
         for option, value in here.items():
@@ -413,7 +388,7 @@ class Agent:
                     begun = self._handles.get(name)
                     ended = code if code is not None or begun is None else begun.wait(_ENDS_S)
                     killed[name] = -signal.SIGKILL if ended is None else ended
-                self._send(Beat(self._lease.beat(boot_time()), killed, self._logs(), self._is_shared, leaving=True))
+                self._send(m.Beat(self._lease.beat(boot_time()), killed, self._logs(), self._is_shared, leaving=True))
             clean_up(self._run.run_id)
 
         self._socket.close(linger=_ARRIVES_MS if orderly else 0)
@@ -430,14 +405,14 @@ class Files:
     """The files that a run begins with. Those of the head are used where they are seen here; else each is asked for
     when a process first needs it, and kept for the next run."""
 
-    def __init__(self, run: RunFile, files: dict[str, File], me: str) -> None:
+    def __init__(self, run: RunFile, files: dict[str, m.File], me: str) -> None:
         self._files = files
         self._me = me
         self._folders = {}
         self.seen = True
         """Whether all of them are."""
 
-        for name, folder in start_folders(run).items():
+        for name, folder in m.start_folders(run).items():
             own = {path: file for path, file in files.items() if path.startswith(f"{name}/")}
             seen = all(_looks_like(folder / path.partition("/")[2], file) for path, file in own.items())
             named = hashlib.blake2b(msgspec.json.encode(own), digest_size=16).hexdigest()
@@ -462,15 +437,15 @@ class Files:
     def are_there(self, role: str) -> bool:
         return not set(self._needed(role)) & set(self._wanted)
 
-    def ask(self, now: float) -> Ask | None:
+    def ask(self, now: float) -> m.Ask | None:
         """What is to be asked for next, unless it was asked for just now."""
         if not self._wanted or now < self._asked_at + _ASK_S:
             return None
         self._asked_at = now
         partial = self._partial(self._wanted[0])
-        return Ask(self._wanted[0], partial.stat().st_size if partial.exists() else 0)
+        return m.Ask(self._wanted[0], partial.stat().st_size if partial.exists() else 0)
 
-    def take(self, part: Part) -> None:
+    def take(self, part: m.Part) -> None:
         """A part that was asked for; any other is dropped."""
         partial = self._partial(part.file)
         partial.parent.mkdir(parents=True, exist_ok=True)
@@ -506,14 +481,14 @@ class Files:
         return target.with_name(f".{target.name}.{self._me}")
 
 
-def _looks_like(path: Path, file: File) -> bool:
+def _looks_like(path: Path, file: m.File) -> bool:
     """Of weights the size decides: reading gigabytes of them would take longer than a lease."""
     if path.name.endswith((_WEIGHTS, _STATE)):
         return path.is_file() and path.stat().st_size == file.size
     return _is(path, file)
 
 
-def _is(path: Path, file: File) -> bool:
+def _is(path: Path, file: m.File) -> bool:
     return path.is_file() and path.stat().st_size == file.size and file_digest(path) == file.digest
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rl.config.schema import Config, ConfigError, TrackingConfig
 from rl.wire.run import RunFile
@@ -21,16 +21,23 @@ Histograms = dict[str, list[float]]
 Talk = Sequence[list[str | float | bool]]
 
 
-class Board(Protocol):
+class Board:
+    """What one of them has no place for does nothing there: the terminal, `fresco show` and the report have it."""
+
     def log(self, step: int, values: Values, histograms: Histograms) -> None:
         """A row, by names that have a group."""
 
     def conversations(self, step: int, rows: Talk) -> None:
         """Rows of COLUMNS."""
 
-    def alert(self, title: str, text: str) -> None: ...
-    def report(self, path: Path) -> None: ...
-    def finish(self) -> None: ...
+    def alert(self, title: str, text: str) -> None:
+        """An alarm, by its name."""
+
+    def report(self, path: Path) -> None:
+        """It stands in the run's folder as well."""
+
+    def finish(self) -> None:
+        """Send what is left."""
 
 
 def check_boards(config: Config) -> None:
@@ -42,7 +49,7 @@ def check_boards(config: Config) -> None:
             )
 
 
-class WandbBoard:
+class WandbBoard(Board):
     def __init__(self, tracking: TrackingConfig, mode: str, run: RunFile, run_id: str) -> None:
         import wandb
 
@@ -85,7 +92,7 @@ class WandbBoard:
         self._wandb.teardown()  # its service ends now, in order, not at exit when it has been killed
 
 
-class TensorboardBoard:
+class TensorboardBoard(Board):
     """Files in `<run>/tensorboard`. before: rows of the sittings before."""
 
     def __init__(self, run: RunFile, before: Sequence[tuple[int, Values]]) -> None:
@@ -108,14 +115,11 @@ class TensorboardBoard:
     def alert(self, title: str, text: str) -> None:
         self._writer.add_text(f"alarms/{title}", text)
 
-    def report(self, path: Path) -> None:
-        """It stands in the run's folder."""
-
     def finish(self) -> None:
         self._writer.close()
 
 
-class TrackioBoard:
+class TrackioBoard(Board):
     """The run of this name in Trackio's project, which a run that goes on continues."""
 
     def __init__(self, tracking: TrackingConfig, run: RunFile) -> None:
@@ -127,15 +131,6 @@ class TrackioBoard:
 
     def log(self, step: int, values: Values, histograms: Histograms) -> None:
         self._trackio.log(values, step=step)
-
-    def conversations(self, step: int, rows: Talk) -> None:
-        """`fresco show` and the report have them."""
-
-    def alert(self, title: str, text: str) -> None:
-        """The terminal and the report have them."""
-
-    def report(self, path: Path) -> None:
-        """It stands in the run's folder."""
 
     def finish(self) -> None:
         self._trackio.finish()

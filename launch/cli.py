@@ -118,30 +118,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="fresco", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--version", action="version", version=f"fresco {__version__}")
     commands = parser.add_subparsers(required=True)
-    _add_init(commands.add_parser("init", help="begin: a folder with a recipe, a reward, rows and a test"))
-    _add_run(commands.add_parser("run", help="train; any field of the configuration may be overridden with key=value"))
-    _add_cluster(commands)
-    _add_sft(commands.add_parser("sft", help="supervised fine-tuning on rows of conversations"))
-    _add_eval(commands.add_parser("eval", help="success on held-out tasks, by task type, through the rollout path"))
-    _add_check_loss(commands.add_parser("check-loss", help="try a loss against what every loss must hold, in seconds"))
-    _add_env(commands.add_parser("env", help="environments: `fresco env check NAME`"))
-    _add_plan(commands.add_parser("plan", help="predict step times of GPU splits, alpha and redundancy; name the best"))
-
-    _add_show(commands.add_parser("show", help="print what the model said, episode by episode"))
-    _add_trace(commands.add_parser("trace", help="write what happened when, for Perfetto (Chrome's trace format)"))
-    _add_top(commands.add_parser("top", help="watch a running run: what every process does or waits for"))
-    _add_report(commands.add_parser("report", help="write one HTML file that shows runs, by itself and offline"))
-
-    _add_replay(commands.add_parser("replay", help="train a run's recorded steps again: bit for bit, or changed"))
-    _add_lab(commands.add_parser("lab", help="the run's own batches under several losses, advantages or corrections"))
-    _add_bisect(commands.add_parser("bisect", help="where two runs part first, or which commit made the difference"))
-    _add_set(commands.add_parser("set", help="change a field of a run that goes on, at the end of a step"))
-    _add_undo(commands.add_parser("undo", help="take a run that goes on back to one of its checkpoints"))
-
-    _add_export(commands.add_parser("export", help="write a checkpoint as a model, or its adapters for peft and vLLM"))
-    _add_push(commands.add_parser("push", help="upload a run's trained model to the hub"))
-    doctor = commands.add_parser("doctor", help="say what this machine has and what is missing")
-    doctor.set_defaults(call="launch.commands.doctor:diagnose")
+    for name, (call, says, add) in _COMMANDS.items():
+        command = commands.add_parser(name, help=says)
+        command.set_defaults(call=f"launch.commands.{call}")
+        add(command)
 
     # Overrides may also stand behind an option, where argparse takes them for unknown arguments.
     arguments, rest = parser.parse_known_args(argv)
@@ -159,7 +139,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def _add_init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="a new one, wherever you like")
     parser.add_argument("--model", help="a folder or a hub name; default: a tiny one that is made, for a laptop")
-    parser.set_defaults(call="launch.commands.init:init")
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -171,22 +150,21 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_machine(parser, "with --dry-run: the machine that it is for, as GPUs times the GB of each: 8x80")
     fields = "list the fields whose name or help matches this, with type and default ('' for all), and start nothing"
     parser.add_argument("--help-fields", metavar="PATTERN", help=fields)
-    parser.set_defaults(call="launch.commands.run:run")
 
 
-def _add_cluster(commands: Any) -> None:
-    join = commands.add_parser("join", help="let this machine work for a run whose head is elsewhere, until it ends")
-    join.add_argument("head", help="HOST:PORT, as the run prints it")
-    join.add_argument("--key", required=True, metavar="FILE", help="the run's agents.key; - reads it from stdin")
-    join.add_argument("--machine", type=_whole(1), default=0, metavar="N", help="the number it has, if that is free")
-    join.set_defaults(call="launch.commands.join:join")
-    head = commands.add_parser("head", help="take the place of a head that died: its agents wait out their lease")
-    head.add_argument("--resume", required=True, type=Path, metavar="RUN", help="its folder, or that of an agent")
-    head.add_argument("overrides", nargs="*", metavar="key=value", help="where it begins anew: network.host=…")
-    head.set_defaults(call="launch.commands.head:resume")
-    leave = commands.add_parser("leave", help="let this machine leave a run in good order")
-    leave.add_argument("head", help="HOST:PORT, as given to `fresco join`")
-    leave.set_defaults(call="launch.commands.join:leave")
+def _add_join(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("head", help="HOST:PORT, as the run prints it")
+    parser.add_argument("--key", required=True, metavar="FILE", help="the run's agents.key; - reads it from stdin")
+    parser.add_argument("--machine", type=_number(1), default=0, metavar="N", help="the number it has, if that is free")
+
+
+def _add_head(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--resume", required=True, type=Path, metavar="RUN", help="its folder, or that of an agent")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="where it begins anew: network.host=…")
+
+
+def _add_leave(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("head", help="HOST:PORT, as given to `fresco join`")
 
 
 def _add_sft(parser: argparse.ArgumentParser) -> None:
@@ -199,7 +177,6 @@ def _add_sft(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", type=find_recipe, help="configuration; default: what is usual")
     parser.add_argument("--dry-run", action="store_true", help="print the plan, start nothing")
     parser.add_argument("-v", "--verbose", action="store_true", help="with --dry-run: the whole configuration as well")
-    parser.set_defaults(call="launch.commands.sft:sft")
 
 
 def _add_machine(parser: argparse.ArgumentParser, gpus: str) -> None:
@@ -220,7 +197,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--episodes", type=int, help="tasks, one episode each; default: all")
     parser.add_argument("--recipe", type=find_recipe, help="configuration; default: the target's own run's")
     parser.add_argument("--out", type=Path, help="write the table and every episode to this JSON file")
-    parser.set_defaults(call="launch.commands.evaluate:evaluate", temperatures=(0.0, 1.0))
+    parser.set_defaults(temperatures=(0.0, 1.0))
 
     how = parser.add_mutually_exclusive_group()
     greedy = "temperature 0 only; default: greedy and temperature 1"
@@ -231,7 +208,6 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
 def _add_check_loss(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="a registered loss or an importable package.module:Name")
     parser.add_argument("options", nargs="*", default=[], metavar="option=value")
-    parser.set_defaults(call="launch.commands.check_loss:run")
 
 
 def _add_env(parser: argparse.ArgumentParser) -> None:
@@ -244,7 +220,6 @@ def _add_env(parser: argparse.ArgumentParser) -> None:
     check.add_argument("--model", metavar="URL#NAME", help="an endpoint whose model shows how hard the tasks are")
     check.add_argument("--tries", type=int, default=4, help="of that model at each task (4)")
     check.add_argument("--out", type=Path, help="write the page to this JSON file")
-    check.set_defaults(call="launch.commands.check_env:check")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -259,20 +234,18 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answer", metavar="MEAN,SIGMA", help="tokens of one answer, log-normal")
     parser.add_argument("--env-s", metavar="MEAN,SIGMA", help="seconds of one environment step, Gaussian clipped at 0")
     parser.add_argument("--plot", type=Path, default=Path("plan.png"), help="where the plot goes (PNG)")
-    parser.set_defaults(call="launch.commands.plan:plan")
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run's folder, also of one that goes on or was killed")
     parser.add_argument("--kind", choices=["train", "eval"], help="training episodes or those of evaluations only")
-    parser.add_argument("--step", type=_whole(0), help="whose newest token was sampled by this version")
+    parser.add_argument("--step", type=_number(0), help="whose newest token was sampled by this version")
     parser.add_argument("--failed", action="store_true", help="without success")
     parser.add_argument("--reward", type=_range, help="this one, or a range: 0.2..0.8, ..0.5, 0.5..")
     parser.add_argument("--task", type=int, help="of this task")
     parser.add_argument("--group", type=int, help="all members of this group")
-    parser.add_argument("--limit", type=_whole(1), default=5, help="at most so many, the newest first (5)")
+    parser.add_argument("--limit", type=_number(1), default=5, help="at most so many, the newest first (5)")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each")
-    parser.set_defaults(call="launch.commands.show:show")
 
 
 def _range(text: str) -> tuple[float, float]:
@@ -286,33 +259,26 @@ def _range(text: str) -> tuple[float, float]:
     raise argparse.ArgumentTypeError(f"{text!r} is no number and no range such as 0.2..0.8, ..0.5, 0.5..")
 
 
-def _nats(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if float(text) >= 0:  # nor is NaN
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+def _number(least: int, most: int = 10**9, kind: Callable[[str], Any] = int) -> Callable[[str], Any]:
+    named = "whole number" if kind is int else "number"
 
-
-def _whole(least: int, most: int = 10**9) -> Callable[[str], int]:
-    def whole(text: str) -> int:
+    def number(text: str) -> Any:
         with contextlib.suppress(ValueError):
-            if least <= int(text) <= most:
-                return int(text)
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
+            if least <= kind(text) <= most:  # nor is NaN
+                return kind(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is no {named} from {least} to {most}")
 
-    return whole
+    return number
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run's folder, also of one that goes on or was killed")
     parser.add_argument("--out", type=Path, help="the file, compressed if it ends in .gz (RUN/trace.json.gz)")
-    parser.set_defaults(call="launch.commands.trace:export")
 
 
 def _add_top(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("--once", action="store_true", help="print what there is now, and end")
-    parser.set_defaults(call="launch.commands.top:top")
 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:
@@ -321,9 +287,8 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=learns)
     _add_trust(parser)
     exact = "compare each token with the weights that sampled it; name the first batch beyond NATS (alarms.exact)"
-    parser.add_argument("--exact", type=_nats, metavar="NATS", help=exact)
+    parser.add_argument("--exact", type=_number(0, kind=float), metavar="NATS", help=exact)
     parser.add_argument("--trail", type=Path, help="write digests of what each step computed to this JSON file")
-    parser.set_defaults(call="launch.commands.replay:replay")
 
 
 def _add_lab(parser: argparse.ArgumentParser) -> None:
@@ -332,7 +297,6 @@ def _add_lab(parser: argparse.ArgumentParser) -> None:
     more = "another variant: fields of algo or of the learner, as one word; may be given again"
     parser.add_argument("--with", action="append", default=[], dest="variants", metavar="'key=value …'", help=more)
     _add_trust(parser)
-    parser.set_defaults(call="launch.commands.lab:lab")
 
 
 def _add_bisect(parser: argparse.ArgumentParser) -> None:
@@ -341,7 +305,6 @@ def _add_bisect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replay", action="store_true", help="compute the step anew, under the code of each run")
     parser.add_argument("--good", metavar="COMMIT", help="with one run: a commit that computes it right")
     parser.add_argument("--bad", metavar="COMMIT", help="a later one that does not")
-    parser.set_defaults(call="launch.commands.bisect:bisect")
 
 
 def _add_recorded(parser: argparse.ArgumentParser) -> None:
@@ -353,14 +316,12 @@ def _add_recorded(parser: argparse.ArgumentParser) -> None:
 def _add_set(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="the folder of a run that goes on")
     parser.add_argument("overrides", nargs="+", metavar="key=value", help="learner.lr and others that every step reads")
-    parser.set_defaults(call="launch.commands.change:set_fields")
 
 
 def _add_undo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="the folder of a run that goes on")
     reach = "the step of one of its two newest checkpoints"
     parser.add_argument("--to", type=int, required=True, metavar="N", help=reach)
-    parser.set_defaults(call="launch.commands.change:undo")
 
 
 def _add_trust(parser: argparse.ArgumentParser) -> None:
@@ -374,22 +335,46 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--merge", action="store_true", help="a model for transformers and vLLM")
     how.add_argument("--adapter", action="store_true", help="of a run with model.lora: the adapters alone")
-    parser.set_defaults(call="launch.commands.export:export")
 
 
 def _add_push(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run's folder, or a model's")
     parser.add_argument("name", help="owner/name on the hub; made if it is not there")
     parser.add_argument("--private", action="store_true", help="where it is made, for its owner only")
-    parser.set_defaults(call="launch.commands.push:push")
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="run", help="folders of runs, in whatever state")
     parser.add_argument("--out", type=Path, help="where the file goes; default: report.html in the first run's folder")
     parser.add_argument("--serve", action="store_true", help="show it on this machine, and follow runs that go on")
-    parser.add_argument("--port", type=_whole(0, 65535), default=0, help="of --serve; default: any that is free")
-    parser.set_defaults(call="launch.commands.report:report")
+    parser.add_argument("--port", type=_number(0, 65535), default=0, help="of --serve; default: any that is free")
+
+
+_COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
+    "init": ("init:init", "begin: a folder with a recipe, a reward, rows and a test", _add_init),
+    "run": ("run:run", "train; any field of the configuration may be overridden with key=value", _add_run),
+    "join": ("join:join", "let this machine work for a run whose head is elsewhere, until it ends", _add_join),
+    "head": ("head:resume", "take the place of a head that died: its agents wait out their lease", _add_head),
+    "leave": ("join:leave", "let this machine leave a run in good order", _add_leave),
+    "sft": ("sft:sft", "supervised fine-tuning on rows of conversations", _add_sft),
+    "eval": ("evaluate:evaluate", "success on held-out tasks, by task type, through the rollout path", _add_eval),
+    "check-loss": ("check_loss:run", "try a loss against what every loss must hold, in seconds", _add_check_loss),
+    "env": ("check_env:check", "environments: `fresco env check NAME`", _add_env),
+    "plan": ("plan:plan", "predict step times of GPU splits, alpha and redundancy; name the best", _add_plan),
+    "show": ("show:show", "print what the model said, episode by episode", _add_show),
+    "trace": ("trace:export", "write what happened when, for Perfetto (Chrome's trace format)", _add_trace),
+    "top": ("top:top", "watch a running run: what every process does or waits for", _add_top),
+    "report": ("report:report", "write one HTML file that shows runs, by itself and offline", _add_report),
+    "replay": ("replay:replay", "train a run's recorded steps again: bit for bit, or changed", _add_replay),
+    "lab": ("lab:lab", "the run's own batches under several losses, advantages or corrections", _add_lab),
+    "bisect": ("bisect:bisect", "where two runs part first, or which commit made the difference", _add_bisect),
+    "set": ("change:set_fields", "change a field of a run that goes on, at the end of a step", _add_set),
+    "undo": ("change:undo", "take a run that goes on back to one of its checkpoints", _add_undo),
+    "export": ("export:export", "write a checkpoint as a model, or its adapters for peft and vLLM", _add_export),
+    "push": ("push:push", "upload a run's trained model to the hub", _add_push),
+    "doctor": ("doctor:diagnose", "say what this machine has and what is missing", lambda _: None),
+}
+"""By name: the function that carries it out, what it does, and what adds its arguments."""
 
 
 if __name__ == "__main__":

@@ -82,15 +82,14 @@ def open_dashboard(run: RunFile) -> Dashboard:
         threads.append(BoardThread(lambda: WandbBoard(tracking, mode, run, run_id), run.folder))
 
     if "tensorboard" in tracking.boards:
-        rows = [(row["step"], row) for row in read_rows(run.folder)]  # of the sittings before
-        before = [
-            (step, charts({key: each for key, each in row.items() if isinstance(each, float) and key != "time"}))
-            for step, row in rows
+        before = [  # of the sittings before
+            (row["step"], charts({key: each for key, each in row.items() if isinstance(each, float) and key != "time"}))
+            for row in read_rows(run.folder)
         ]
         threads.append(BoardThread(lambda: TensorboardBoard(run, before), run.folder))
     if "trackio" in tracking.boards:
         threads.append(BoardThread(lambda: TrackioBoard(tracking, run), run.folder))
-    return threads[0] if len(threads) == 1 else _Together(threads)
+    return _Together(threads)
 
 
 class _Together(Dashboard):
@@ -159,14 +158,9 @@ class BoardThread(Dashboard):
         self._thread.start()
 
     def log(self, step: int, values: dict[str, Any], histograms: dict[str, list[float]]) -> None:
-        drawn, samples = (
-            charts(values),
-            {
-                _drawn_as(f"histogram/{key.removeprefix('histogram/')}"): each
-                for key, each in histograms.items()
-                if each
-            },
-        )
+        drawn = charts(values)
+        named = {f"histogram/{key.removeprefix('histogram/')}": each for key, each in histograms.items() if each}
+        samples = {_drawn_as(name): each for name, each in named.items()}
         self._put(lambda board: board.log(step, drawn, samples))
         if "eval/accuracy" in values:
             self._put(lambda board: board.conversations(step, recent_conversations(self._folder)))

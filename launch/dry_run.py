@@ -14,8 +14,10 @@ from rich.table import Table
 from launch.machine import Machine, size_text
 from launch.memory import Need, on_host
 from launch.preflight import Preflight
+from launch.provenance import flat
 from launch.terminal import CleanConsole
 from rl.config.schema import Config, ConfigError, load_config
+from rl.config.tree import differing
 
 
 def print_plan(checked: Preflight, recipe: Path, *, verbose: bool) -> None:
@@ -50,19 +52,11 @@ def print_plan(checked: Preflight, recipe: Path, *, verbose: bool) -> None:
 def differences(recipe: Path, config: Config) -> list[str]:
     """Each field that is not as the recipe says, with its own value in brackets."""
     try:
-        before = _flat(load_config(recipe).model_dump(mode="json"))
+        before = load_config(recipe)
     except ConfigError:  # by itself it is not complete
         return []
-    after = _flat(config.model_dump(mode="json"))
-    names = [name for name in [*after, *(before.keys() - after)] if after.get(name) != before.get(name)]
-    return [f"{name}={_value(after.get(name))} ({_value(before.get(name))})" for name in names]
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return found
+    found = differing(*(flat(each.model_dump(mode="json")) for each in (config, before)))
+    return [f"{name}={_value(ours)} ({_value(theirs)})" for name, (ours, theirs) in found.items()]
 
 
 def _value(value: Any) -> str:

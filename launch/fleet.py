@@ -10,9 +10,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import groupby
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -215,16 +216,8 @@ def show_updates(cables: Cables, nbytes: int | None, step_s: float, console: Con
 
 def changes_at(lr: float) -> Changes:
     """Between two measured rates on a line of logarithms; beyond them as at the nearest."""
-    logs = [math.log(each.lr) for each in MEASURED]
-    at = min(max(math.log(lr), logs[0]), logs[-1])
-    place = next(index for index in range(1, len(logs)) if at <= logs[index])
-    part = (at - logs[place - 1]) / (logs[place] - logs[place - 1])
-
-    def between(name: str) -> float:
-        low, high = (math.log(getattr(each, name)) for each in MEASURED[place - 1 : place + 1])
-        return math.exp(low + part * (high - low))
-
-    return Changes(lr, *map(between, ("changed", "over_dense", "made", "applied")))
+    rates, *columns = np.log([astuple(each) for each in MEASURED]).T
+    return Changes(lr, *(math.exp(np.interp(math.log(lr), rates, column)) for column in columns))
 
 
 def sends_changes(config: Config, changes: Changes) -> bool:

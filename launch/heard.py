@@ -11,6 +11,7 @@ from rl.wire.messages import AlarmRaised, Done, Fatal, Heartbeat, Message, Metri
 _TRAINED = {"version/timeline", "time/over", "time/step"}
 """Columns that a row of a trained batch has, beside `train/loss`."""
 _ALLOWED: dict[type, set[str]] = {Metrics: {"learner", "broker"}, Done: {"learner", "broker"}}
+_HEARD = (Heartbeat, Register, Fatal, Done, AlarmRaised, Metrics)
 
 
 def check_said(message: Message, spec: ProcessSpec, incarnation: int) -> None:
@@ -19,20 +20,8 @@ def check_said(message: Message, spec: ProcessSpec, incarnation: int) -> None:
     if spec.role not in _ALLOWED.get(type(message), {spec.role}):
         raise ProtocolError(f"{what} of {spec.name}, which has none to tell")
 
-    match message:
-        case Heartbeat(role, index, number) | Register(role, index, number):
-            is_own = (role, index, number) == (spec.role, spec.index, incarnation)
-
-        case Fatal(role=role, index=index):
-            is_own = (role, index) == (spec.role, spec.index)
-        case Done(role=role):
-            is_own = role == spec.role
-        case AlarmRaised(who=who):
-            is_own = who == spec.name
-        case _:
-            is_own = isinstance(message, Metrics)
-
-    if not is_own:
+    own = {"role": spec.role, "index": spec.index, "incarnation": incarnation, "who": spec.name}
+    if not isinstance(message, _HEARD) or any(getattr(message, name, mine) != mine for name, mine in own.items()):
         raise ProtocolError(f"{what} in the name of another than {spec.name}")
 
     if wrong := _wrong(message):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from launch.machine import MIB, Machine, size_text
 from launch.plan import learner_computes, shares_gpus
+from launch.refusing import Refusing
 from rl.config.lora import lora_options, served_adapter
 from rl.config.schema import Config, ConfigError
 from rl.learner.simulated import simulated_options
@@ -64,21 +65,16 @@ class Need:
         """Bytes that stay free of a GPU with so many, or of its share of one that it has not for itself."""
         return int(gpu * self.share if self.beside else gpu) - self.each
 
-    @property
-    def held(self) -> str:
-        return ", ".join(f"{name} {size_text(size)}" for name, size in self.parts.items() if size)
-
     def __str__(self) -> str:
-        return f"{self.count} × {self.what}: {size_text(self.each)} each ({self.held})"
+        held = ", ".join(f"{name} {size_text(size)}" for name, size in self.parts.items() if size)
+        return f"{self.count} × {self.what}: {size_text(self.each)} each ({held})"
 
 
 def shape_of(config: Config, told: Mapping[str, Any]) -> ModelShape:
     """The shape of the model whose `config.json` this is. Raises ConfigError where it lacks what a language model says
     of itself."""
-    try:
+    with Refusing(f"model.path={config.model.path!r}"):
         return ModelShape.of(told)
-    except ValueError as error:
-        raise ConfigError(f"model.path={config.model.path!r}: {error}") from None
 
 
 def estimate(

@@ -16,6 +16,7 @@ from huggingface_hub import constants, hf_hub_url
 from huggingface_hub.utils._headers import build_hf_headers
 
 from launch.prepare import config_folder
+from launch.refusing import Refusing
 from rl.config.schema import Config, ConfigError
 from rl.models.families import read_config
 
@@ -34,10 +35,8 @@ def model_config(config: Config, *, fetch: bool, unchecked: list[str]) -> Mappin
         used = config.generator.engine == "vllm" or config.learner.kind != "simulated"
         asked = used and not fetch and path.count("/") == 1 and not Path(path).exists()
         return _asked(path, unchecked) if asked else None
-    try:
+    with Refusing(f"model.path={path!r}"):
         return read_config(folder)
-    except ValueError as error:
-        raise ConfigError(f"model.path={path!r}: {error}") from None
 
 
 def _asked(name: str, unchecked: list[str]) -> Mapping[str, Any] | None:

@@ -199,7 +199,7 @@ def numa_nodes() -> dict[int, list[int]]:
     allowed = os.sched_getaffinity(0)
     nodes = {}
     for folder in _NODES.glob("node[0-9]*"):
-        own = sorted(allowed & _cores((folder / "cpulist").read_text()))
+        own = sorted(allowed & {int(path.name[3:]) for path in folder.glob("cpu[0-9]*")})
         if own:
             nodes[int(folder.name[4:])] = own
     return nodes or {0: sorted(allowed)}
@@ -231,12 +231,3 @@ def _fit(needs: Sequence[Need], nodes: Mapping[int, list[int]], times: int) -> l
         shares.append(tuple(free[node][:wanted]))
         del free[node][:wanted]
     return shares
-
-
-def _cores(listed: str) -> set[int]:
-    """`0-3,8` as the kernel writes it."""
-    cores: set[int] = set()
-    for part in listed.strip().split(","):
-        first, _, last = part.partition("-")
-        cores.update(range(int(first), int(last or first) + 1) if first else ())
-    return cores

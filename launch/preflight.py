@@ -30,6 +30,7 @@ from launch.memory import Need, check_context, check_longest, check_memory, esti
 from launch.model_config import model_config
 from launch.plan import ProcessSpec, gpus_needed, has_own_teacher, make_plan, shares_gpus
 from launch.prepare import Prepared, check_family_of, may_be_on_hub, prepare
+from launch.refusing import Refusing
 from launch.sittings import write_history
 from rl.config.algo import is_endpoint
 from rl.config.hooks import make_hooks
@@ -100,7 +101,9 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process, target: Ma
 
     device, machine = _check_device(config, target, dry, unchecked)
     _check_channel(config, device, len(machine.gpus))
-    told = _told(config, dry, unchecked)
+    told = model_config(config, fetch=not dry, unchecked=unchecked)
+    if told is not None:
+        check_family_of(config, told)
     teacher = _teacher(config, dry, unchecked)
 
     # Refused before tasks or a model are made.
@@ -141,14 +144,6 @@ def _check_descriptors(needed: int) -> None:
 def _installed() -> bool:
     """Whether this is the complete installation, and not the small one of a dry run before it."""
     return find_spec("torch") is not None
-
-
-def _told(config: Config, dry: bool, unchecked: list[str]) -> Mapping[str, Any] | None:
-    """What the model's `config.json` says, if it can be read already; a family that cannot be trained is refused."""
-    told = model_config(config, fetch=not dry, unchecked=unchecked)
-    if told is not None:
-        check_family_of(config, told)
-    return told
 
 
 def _prepare(config: Config, dry: bool, begin: Begin, unchecked: list[str]) -> Prepared:
@@ -505,17 +500,17 @@ def _socket_folder(folder: Path) -> Path:
 def _resume_from(config: Config, read: Callable[[Path], Meta]) -> Meta | None:
     if config.resume is None:
         return None
-    try:
+    with Refusing(f"resume={str(config.resume)!r}", CheckpointError):
         return read(config.resume)
-    except CheckpointError as error:
-        raise ConfigError(f"resume={str(config.resume)!r}: {error}") from None
 
 
 def _check_journal(checked: Preflight, meta: Meta) -> None:
     """The broker can go on from the journal with this configuration and these data. Raises ConfigError."""
     config = checked.config
     assert config.resume is not None
-    try:
+    resume = f"resume={str(config.resume)!r}"
+    damaged = Refusing(f"{resume}: its journal is damaged", TypeError, AttributeError)
+    with damaged, Refusing(resume, CheckpointError, ValueError, LookupError, msgspec.MsgspecError):
         if config.supervised:
             check_journal(read_journal(config.resume), checked.data, config)
             return
@@ -523,10 +518,6 @@ def _check_journal(checked: Preflight, meta: Meta) -> None:
         state = msgspec.msgpack.decode(read_journal(config.resume))
         core = BrokerCore(Rules.of(config, checked.train_tasks, meta.step), data=checked.data)
         core.restore(state, new_data=config.resume_data == "new")
-    except (CheckpointError, ValueError, LookupError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"resume={str(config.resume)!r}: {error}") from None
-    except (TypeError, AttributeError) as error:
-        raise ConfigError(f"resume={str(config.resume)!r}: its journal is damaged: {error}") from None
 
 
 def _set_aside(folder: Path, config: Config) -> Config:

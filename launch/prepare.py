@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from envs.registry import demonstrator
 from launch.launcher.local import Begin, Command, Files, begin_process
 from launch.memory import check_longest
+from launch.refusing import Refusing
 from rl.config.algo import AlgoConfig, is_endpoint
 from rl.config.lora import LoraOptions, lora_options, served_adapter
 from rl.config.schema import Config, ConfigError, nearest
@@ -112,7 +113,10 @@ def _model_folder(config: Config, *, make: bool = True) -> Path | None:
             return None
         _weight_files(base)
         if not (base / DIGESTS).exists():  # what we exported was compared with its digests
-            _check_weights(config, base)
+            from rl.models.foreign import check_weights
+
+            with Refusing(f"model.path={config.model.path!r}"):
+                check_weights(base)
     _check_other_models(config)
 
     if not make:
@@ -189,19 +193,8 @@ def _base_folder(config: Config, *, fetch: bool) -> Path | None:
 def _weight_files(folder: Path) -> dict[str, Path]:
     from rl.models.loading import weight_files
 
-    try:
+    with Refusing("model.path"):
         return weight_files(folder)
-    except ValueError as error:
-        raise ConfigError(f"model.path: {error}") from None
-
-
-def _check_weights(config: Config, folder: Path) -> None:
-    from rl.models.foreign import check_weights
-
-    try:
-        check_weights(folder)
-    except ValueError as error:
-        raise ConfigError(f"model.path={config.model.path!r}: {error}") from None
 
 
 def _weight_bytes(config: Config, folder: Path) -> int:
@@ -218,18 +211,12 @@ def _weight_bytes(config: Config, folder: Path) -> int:
 
 def validate(config: Config) -> None:
     """What can be said of `algo` and `model` before anything is fetched or made. Raises ConfigError."""
-    _check_algorithm(config)
-    _check_model(config)
-    channel_of(config.channel)
-
-
-def _check_algorithm(config: Config) -> None:
     from rl.learner.algorithm import make_algorithm
 
-    try:
+    with Refusing("algo", TypeError, ValueError):  # a loss of the user's own may take other arguments
         make_algorithm(config)
-    except (TypeError, ValueError) as error:  # a loss of the user's own may take other arguments
-        raise ConfigError(f"algo: {error}") from None
+    _check_model(config)
+    channel_of(config.channel)
 
 
 def _check_model(config: Config) -> None:
@@ -252,21 +239,17 @@ def check_family_of(config: Config, told: Mapping[str, Any]) -> None:
     """What a `config.json` says of `model.path`, without torch. Raises ConfigError."""
     if config.learner.kind == "simulated":
         return
-    try:
+    with Refusing(f"model.path={config.model.path!r} cannot be trained"):
         check_family(told, untested=config.model.untested)
-    except ValueError as error:
-        raise ConfigError(f"model.path={config.model.path!r} cannot be trained: {error}") from None
     _check_team(config, told, f"model.path={config.model.path!r}")
 
 
 def _check_team(config: Config, told: Mapping[str, Any], field: str) -> None:
     """`learner.context_parallel` ranks can compute the model of this field together. Raises ConfigError."""
     together = config.learner.context_parallel
-    try:
-        if together > 1:
+    if together > 1:
+        with Refusing(f"learner.context_parallel={together}: {field}"):
             check_team(told, together)
-    except ValueError as error:
-        raise ConfigError(f"learner.context_parallel={together}: {field}: {error}") from None
 
     family = str(told["model_type"])
     if served_adapter(config.model) is not None and (reason := SERVED_MERGED.get(family)):
@@ -333,11 +316,9 @@ def other_tokens(student: Path, teacher: Path) -> str:
 def _check_trainable(config: Config, folder: Path, field: str, options: LoraOptions | None = None) -> None:
     from rl.models.policy import check_trainable
 
-    try:
+    with Refusing(f"{field} cannot be trained"):
         check_trainable(folder, untested=config.model.untested, options=options, path=config.model.path)
         shape = ModelShape.of(read_config(folder))
-    except ValueError as error:
-        raise ConfigError(f"{field} cannot be trained: {error}") from None
     check_longest(config, shape, field)
 
 

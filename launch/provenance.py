@@ -81,17 +81,27 @@ def _start(run: RunFile) -> dict[str, str]:
     return found
 
 
-def commit() -> str:
+def this_commit() -> str:
     """The commit of this checkout, with `+` where files differ from it; empty where it is none."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
+    with contextlib.suppress(ConfigError):
+        return git("describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*")
+    return ""
+
+
+def git(*words: str) -> str:
+    """What git says of this checkout. Raises ConfigError."""
+    command = ["git", "-C", str(Path(__file__).parents[1]), *words]
     try:
-        return subprocess.run(git, capture_output=True, text=True, timeout=30).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"git {words[0]}: {error}") from None
+    if ended.returncode:
+        raise ConfigError(f"git {' '.join(words)}: {''.join(ended.stderr.splitlines()[:1])}")
+    return ended.stdout.strip()
 
 
 def _versions() -> dict[str, str]:
-    found = {"fresco": __version__, "commit": commit(), "python": platform.python_version()}
+    found = {"fresco": __version__, "commit": this_commit(), "python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)

@@ -15,6 +15,7 @@ from launch.provenance import differences
 from launch.terminal import say
 from rl.config.damage import read_lines
 from rl.config.schema import Config, ConfigError, load_config
+from rl.config.tree import differing
 from rl.learner.changes import read_changes, set_at
 from rl.store.checkpoint_folder import latest, read_meta
 
@@ -31,13 +32,10 @@ def with_checkpoint(config: Config) -> Config:
     found = _with_checkpoint(config)
     if found.resume is not None and (found.resume / "meta.json").exists():
         held = set_at(read_changes(found.resume.absolute().parents[1]), read_meta(found.resume).step)
-        lost = [
-            f"{field}={value}"
-            for field, value in held.items()
-            if value != getattr(found.learner, field.partition(".")[2], value)
-        ]
+        own = {field: getattr(found.learner, field.partition(".")[2], value) for field, value in held.items()}
+        lost = " ".join(f"{field}={value}" for field, (value, _) in differing(held, own).items())
         if lost:
-            say(f"! what fresco set had set ended with that run; to keep it, give {' '.join(lost)}")
+            say(f"! what fresco set had set ended with that run; to keep it, give {lost}")
     return found
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 
+import psutil
+
 from launch.cpu.fork_server import ForkServer
-from launch.launcher.local import Begun, Command, Files, begin_process
+from launch.launcher.local import Command, Files, begin_process
 
 COPIES = multiprocessing.get_context("forkserver")
 COPIES.set_forkserver_preload(["torch", "transformers", "torch.distributed.fsdp", "rl.learner.trainer"])
@@ -14,7 +16,7 @@ COPIES.set_forkserver_preload(["torch", "transformers", "torch.distributed.fsdp"
 _SERVERS: dict[str, ForkServer] = {}  # by module; they end with this process
 
 
-def begin(command: Command, files: Files) -> Begun:
+def begin(command: Command, files: Files) -> psutil.Process:
     """A process of a role, as the launcher begins one."""
     server = _SERVERS.get(command.module)
     if server is None:

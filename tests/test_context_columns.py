@@ -28,11 +28,11 @@ from rollout.broker.assembly import make_batch_parts, outcome_of
 from rollout.broker.validation import fault
 from rollout.episodes.conversation import Conversation
 from rollout.episodes.environment import ChatMessage, Step
-from rollout.episodes.episode import EpisodeContext, EpisodeFailed, run_episode
+from rollout.episodes.episode import EpisodeContext, run_episode
 from rollout.episodes.forest import Forest
 from rollout.episodes.parsing import PlainParser, TurnReader
 from rollout.episodes.tokenizer import IdTokenizer
-from rollout.episodes.turns import TurnSampler
+from rollout.episodes.turns import EpisodeFailed, TurnSampler
 from rollout.generator.engines.base import Sampled
 from rollout.proxy.continuations import Continuations
 from tests.reading import READ, SAMPLER, answer, check, fill, read_entries, sampler_entries

@@ -92,6 +92,12 @@ def test_functions_stay_short() -> None:
 
 
 def test_nothing_is_pickled() -> None:
-    """Neither by that module, whose restricted reader alone is used, nor by torch's exchange of objects of ranks."""
+    """Neither by that module, whose restricted reader alone is used, nor by torch's exchange of objects of ranks, nor
+    by the pipes and queues of multiprocessing: what they carry are bytes."""
     calls = re.compile(r"\bpickle\.(dump|load)s?\(|(broadcast|gather|scatter|send|recv)_object(_list)?\(")
     assert not [f"{m.path}:{n}" for m in MODULES for n, line in enumerate(m.lines, 1) if calls.search(line)]
+
+    pipes = re.compile(r"\.(send|recv)\(|Queue\(|Manager\(")
+    parents = [m for m in MODULES if any("multiprocessing" in line and "import" in line for line in m.lines)]
+    assert "rl.replay.ranks" in [m.name for m in parents]
+    assert not [f"{m.path}:{n}" for m in parents for n, line in enumerate(m.lines, 1) if pipes.search(line)]

@@ -10,7 +10,7 @@ import pytest
 from experiments.machines import Machines, missing
 from launch.cli import main
 from launch.launcher.copies import TIMELINES
-from rl.learner.changes import FILE
+from rl.learner.changes import CHANGES
 from rl.store.batch_files import read_batch_parts
 from rl.store.checkpoint_folder import steps_of, verify
 from tests.test_machines import Run, wait_for
@@ -42,10 +42,10 @@ def test_what_is_set_and_taken_back_at_the_head_is_so_on_every_machine_of_the_le
         wait_for(lambda: "the ranks begin from checkpoints/step-" in run.log.read_text(), run.told)
         summary = run.end()
 
-        changes = [json.loads(line) for line in (run.folder / FILE).read_text().splitlines()]
+        changes = [json.loads(line) for line in (run.folder / CHANGES).read_text().splitlines()]
         assert [(each["sets"], each["undo"]) for each in changes] == [({"learner.lr": 1e-5}, None), ({}, undone)]
         (there,) = place_of(machines, 3, tmp_path).glob("simulated@3.*")
-        assert (there / FILE).read_text() == (run.folder / FILE).read_text()
+        assert (there / CHANGES).read_text() == (run.folder / CHANGES).read_text()
         assert verify(steps_of(run.folder / "checkpoints")[STEPS]).timeline >= TIMELINES
 
         assert summary["steps"] == STEPS and sorted(set(steps_trained(run.folder))) == list(range(1, STEPS + 1))

@@ -52,8 +52,9 @@ from rollout.broker.assembly import make_batch_parts, outcome_of
 from rollout.broker.validation import fault
 from rollout.episodes.conversation import Conversation
 from rollout.episodes.environment import ChatMessage, Step
-from rollout.episodes.episode import EpisodeContext, EpisodeFailed, run_episode
+from rollout.episodes.episode import EpisodeContext, run_episode
 from rollout.episodes.tokenizer import IdTokenizer
+from rollout.episodes.turns import EpisodeFailed
 from tests import outside_columns
 from tests.conftest import MakeRun
 from tests.outside_columns import DIFFICULTY, GRADE, HINTS, ROUTED_EXPERTS, TEACHER_LOGP

@@ -18,8 +18,9 @@ from rl.config.schema import Config
 from rl.wire.columns import ONE_TURN, masked_columns, masked_context
 from rl.wire.messages import NO_OPINION, Generate, Generated, Ticket, Trajectory, Version
 from rollout.episodes.environment import ChatMessage, Environment, EnvironmentFamily, Tools
-from rollout.episodes.episode import Activity, EpisodeContext, EpisodeFailed, run_episode
+from rollout.episodes.episode import Activity, EpisodeContext, run_episode
 from rollout.episodes.tokenizer import IdTokenizer
+from rollout.episodes.turns import EpisodeFailed
 
 END = 256  # of a turn; ids below are bytes
 LONGEST = 1 << 24  # bytes of a conversation, and of a turn

@@ -14,6 +14,8 @@ which runs the same `decide` with an algebra system.
   sign of dollars.
 * Letters alone are a product in their own order only: `ab` is `a\\cdot b`, and neither is `ba`; `no` is a word.
 * `x=` before a value is dropped; equation chains (`1=\\sqrt3=\\sqrt2`) are texts.
+* A gold line or plane, `y=2x+3` or `z=x-2y`, is also answered by another equation of it: a multiple by a rational
+  number that is not 0, in whatever order (`2x-y+3=0`). `x=5` and `y=x^2` are values, and stay so.
 * Brackets must be the gold's, members count as often as they stand there, and only lists in brackets have an order.
 * One capital letter may be a choice: `\\text{(A)}`, `(A)` and `A.` are `A`.
 * An answer may not bring in letters that the gold does not have.
@@ -37,6 +39,7 @@ MAX_ANSWER_CHARS = 300
 """A longer answer is wrong, unread: algebra is superlinear and model output is hostile."""
 SAME_FORM = "same form"
 KINDS: tuple[Kind, ...] = get_args(Kind)
+_COORDINATES = {"y": "x", "z": "xy"}
 
 _BOX = re.compile(r"\\boxed\s*\{")
 _MENTION = re.compile(r"\\boxed\s*\{\s*(?:\.{3}|…|\\[lc]?dots)?\s*\}")
@@ -134,6 +137,11 @@ def decide(gold_text: str, answer: str, by: Judge, asked: str = "") -> bool | No
         return letter == choice(cleaned)
 
     variable, text = assigned(cleaned)
+    if variable != gold.variable and _solved_line(gold):
+        said = value_of(cleaned, "equation")
+        if said.kind == "equation":
+            return _same_line(gold, said)
+
     if variable and gold.variable and variable != gold.variable:
         return False
     value = value_of(cleaned if gold.value.kind == "equation" else text, gold.value.kind)
@@ -149,6 +157,25 @@ def decide(gold_text: str, answer: str, by: Judge, asked: str = "") -> bool | No
     brought = set(_letters(value)) - set(_letters(wanted)) - {"e", "i"}
     measured = "°" in {*_letters(wanted)} ^ {*_letters(value)}
     return False if brought or measured else by.agree(wanted, value)
+
+
+def _solved_line(gold: Gold) -> bool:
+    """Whether it is a line or a plane, solved for its last coordinate; in other letters it may be what is asked for."""
+    others = _COORDINATES.get(gold.variable)
+    if others is None or gold.value.kind != "expression" or gold.same_form:
+        return False
+    try:
+        terms = set(exact.polynomial(gold.value.node)) - {()}
+    except exact.Unknown:
+        return False
+    return bool(terms) and terms <= {((name, 1),) for name in others}
+
+
+def _same_line(gold: Gold, said: Value) -> bool:
+    """Whether the equation has the gold's solutions: the differences of both sides are multiples of each other."""
+    left, right = (side.node for side in said.parts)
+    wanted: Node = ("add", ("sym", gold.variable), ("neg", gold.value.node))
+    return exact.proportional(wanted, ("add", left, ("neg", right))) is True
 
 
 def _letters(value: Value) -> Iterator[str]:

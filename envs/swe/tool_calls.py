@@ -13,7 +13,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from rollout.episodes.parsing import HermesParser, answer_of
+from rollout.episodes.parsing import THINK_BEGIN, HermesParser
 
 MAX_CALLS = 8
 """The most calls of one turn."""
@@ -108,16 +108,17 @@ def render_call(call: ToolCall) -> str:
 
 def parse_calls(text: str) -> list[ToolCall | BadCall]:
     """The calls of one turn, in order; never empty: a turn without any is one BadCall. Never raises."""
-    turn = _PARSER.parse(answer_of(text))
+    turn = _PARSER.parse(text)
+    content = turn.content.partition(THINK_BEGIN)[0]  # a thought behind text that does not end
     found = [_arguments(name, arguments) for name, arguments in turn.calls]
 
     # What the parser has left where it stood is no call that could be made.
-    left = turn.content.count(_BEGIN)
-    found += [_parse(body) for body in _CALL.findall(turn.content)]
+    left = content.count(_BEGIN)
+    found += [_parse(body) for body in _CALL.findall(content)]
     if left > len(found) - len(turn.calls):
         found.append(BadCall("a <tool_call> is not closed by </tool_call>"))
     if not found:
-        for kind, body in _FENCE.findall(turn.content):
+        for kind, body in _FENCE.findall(content):
             found.append(ToolCall("submit", {}) if kind == "submit" else ToolCall("bash", {"command": body}))
 
     if not found:

@@ -50,9 +50,10 @@ from rl.wire.messages import (
 )
 from rl.wire.run import RunFile
 from rl.wire.sockets import PeerGone, identity, open_socket, send, send_to
-from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import EmitBatch, EpisodeOutcome, IssueTicket
+from rollout.broker.core import BrokerCore
 from rollout.broker.process import tune_memory
+from rollout.broker.rules import Rules
 
 OPEN = 512  # tickets that the producer holds at once
 SETTINGS = ["rollout.groups_per_batch=16", "rollout.group_size=8", "rollout.alpha=8", "steps=1000000"]

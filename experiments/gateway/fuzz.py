@@ -19,10 +19,11 @@ from experiments.gateway.agents import Agent
 from rl.config.schema import load_config
 from rl.wire.messages import Generate, Generated, Ticket, TokenSequence, Version
 from rollout.episodes.environment import ChatMessage
-from rollout.episodes.forest import Forest, RequestRefused, Thinking
+from rollout.episodes.forest import Forest, RequestRefused
 from rollout.episodes.generation import Read
 from rollout.episodes.parsing import HermesParser, TurnReader
 from rollout.episodes.session import Session
+from rollout.episodes.thinking import Thinking
 from rollout.episodes.tokenizer import ChatTokenizer, TokenizerError
 from rollout.episodes.turns import TurnSampler
 

@@ -16,7 +16,7 @@ from typing import Any
 from experiments.paper.report import panels, save, save_plot, table
 from experiments.paper.rows import ENDLESS, PATIENT_S
 from rl.config.seeds import sample_seed
-from rollout.broker import Rules
+from rollout.broker.rules import Rules
 from rollout.simulate.distributions import LogNormal
 from rollout.simulate.scenario import Generators, Scenario, TrainingCost, Work
 from rollout.simulate.simulation import Simulation

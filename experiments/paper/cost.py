@@ -19,8 +19,9 @@ from typing import Any, TypeVar, cast
 
 from experiments.paper.report import panels, save, save_plot, table
 from experiments.paper.rows import PATIENT_S
-from rollout.broker import BrokerCore, Rules
+from rollout.broker.core import BrokerCore
 from rollout.broker.process import tune_memory
+from rollout.broker.rules import Rules
 from rollout.proxy.core import ProxyCore
 from rollout.simulate.distributions import Constant, Gaussian, LogNormal
 from rollout.simulate.scenario import EnvServers, Generators, Scenario, TrainingCost, Work

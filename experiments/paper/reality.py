@@ -25,7 +25,7 @@ from rl.config.plugins import validated
 from rl.config.schema import Config, load_config
 from rl.config.seeds import turn_seed
 from rl.wire.messages import Ticket
-from rollout.generator.engines.timing import SimulatedOptions, Timing
+from rollout.generator.engines.timing import SimulatedOptions
 from rollout.simulate.recipe import Given, assumed, scenario_of
 from rollout.simulate.scenario import Scenario
 from rollout.simulate.server import SimulatedEpisode
@@ -95,7 +95,8 @@ class SameDraws(Simulation):
 
     def __init__(self, scenario: Scenario, config: Config) -> None:
         super().__init__(scenario)
-        self._engine_timing = Timing(validated(SimulatedOptions, config.generator.options, "generator.options"))
+        engine: SimulatedOptions = validated(SimulatedOptions, config.generator.options, "generator.options")
+        self._response_length = engine.response_length
         self._turns = config.env.options["turns"]
         options = SyntheticOptions.model_validate(config.env.options)
         self._families = [SyntheticFamily(options, config.seed) for _ in range(config.env.servers)]
@@ -105,9 +106,7 @@ class SameDraws(Simulation):
         family = self._families[server]
         self._visits[ticket.ticket_id] = family.visit(family.task("train", ticket.task_index))
         limit = self.scenario.work.max_tokens
-        return [
-            min(limit, self._engine_timing.response_length(turn_seed(ticket.seed, turn))) for turn in range(self._turns)
-        ]
+        return [min(limit, self._response_length(turn_seed(ticket.seed, turn))) for turn in range(self._turns)]
 
     def step_seconds(self, episode: SimulatedEpisode) -> float:
         family = self._families[episode.server.index]

@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rollout.broker import Rules
+from rollout.broker.rules import Rules
 from rollout.simulate.result import SimulationResult
 from rollout.simulate.scenario import Generators, Scenario, TrainingCost
 from rollout.simulate.simulation import Simulation

@@ -9,7 +9,7 @@ import resource
 import time
 
 from experiments.paper.report import save
-from rollout.broker import Rules
+from rollout.broker.rules import Rules
 from rollout.simulate.distributions import Gaussian, LogNormal
 from rollout.simulate.scenario import EnvServers, Generators, Scenario, TrainingCost, Work
 from rollout.simulate.simulation import Simulation

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from launch.provenance import commit as this_commit
-from launch.provenance import differences, read_provenance
+from launch.provenance import Provenance, differences, git, read_provenance, this_commit
 from launch.terminal import say
 from rl.config.schema import ConfigError
 from rl.config.tree import differing
@@ -29,6 +28,7 @@ from rl.replay.recorded import Recorded
 
 _ROOT = Path(__file__).parents[2]
 _NO_MATTER = ("name", "runs", "resume", "tracking.", "timeouts.", "alarms.")  # to what is computed
+_SLOWER = 10  # a step of a replay may take so many times timeouts.hang_s: this machine may be a smaller one
 Trail = dict[int, dict[str, str]]
 
 
@@ -41,14 +41,14 @@ def bisect(arguments: argparse.Namespace) -> int:
         return _between(one, arguments)
     if arguments.other is None:
         raise ConfigError("name a second run, or --good COMMIT --bad COMMIT")
-
     if (arguments.first, arguments.last) != (None, None):
         raise ConfigError("--from and --to are of --good and --bad; two runs are compared as far as both recorded")
 
     other = Recorded(arguments.other)
-    begun = list(begun_with(one, other))
-    for kind, name, left, right in begun:
-        say(f"{kind}: {name}: {left} | {right}")
+    origins = [read_provenance(run.folder, run.config) for run in (one, other)]
+    begun = list(begun_with(one, other, origins))
+    for line in begun:
+        say(line)
 
     common = common_steps(one, other)
     if not common:
@@ -56,37 +56,34 @@ def bisect(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{', '.join(spans)}: there is nothing to compare (tracking.replay=full keeps all)")
 
     parting = first_parting(one, other)
-    alike = f"every version, batch and metric that both recorded is alike, up to version {common[-1]}"
-    print(f"first part at {parting}" if parting else alike)
+    if parting is None:
+        print(f"every version, batch and metric that both recorded is alike, up to version {common[-1]}")
+        shorter, longer = sorted((one, other), key=lambda run: run.steps[-1])
+        if shorter.steps[-1] < longer.steps[-1]:
+            say(f"{longer.folder} goes on to version {longer.steps[-1] + 1}")
+        return int(bool(begun))
 
-    ends = {run.steps[-1] + 1: run.folder for run in (one, other)}
-    if parting is None and len(ends) > 1:
-        say(f"{ends[max(ends)]} goes on to version {max(ends)}")
-
-    if parting is not None and arguments.replay:
-        step = parting.step - (parting.kind == "version")
-        if step < one.run.start_step:
-            print("they begin with other weights: there is no step to replay")
-        else:
-            _replay_both(one, other, step)
-    return int(bool(begun) or parting is not None)
+    step, what = parting
+    print(f"first part at {what}")
+    if arguments.replay and step < one.run.start_step:
+        print("they begin with other weights: there is no step to replay")
+    elif arguments.replay:
+        _replay_both(one, other, step, [origin.versions.get("commit", "") for origin in origins])
+    return 1
 
 
-def begun_with(one: Recorded, other: Recorded) -> Iterator[tuple[str, str, str, str]]:
+def begun_with(one: Recorded, other: Recorded, origins: list[Provenance]) -> Iterator[str]:
     """How the runs differ before their first step: configuration, data and model, code and packages, machine."""
-    for field, values in differences(one.config, other.config).items():
+    for field, (left, right) in differences(one.config, other.config).items():
         if not field.startswith(_NO_MATTER):
-            yield "configuration", field, str(values[0]), str(values[1])
-
-    origins = [read_provenance(run.folder, run.config) for run in (one, other)]
+            yield f"configuration: {field}: {left} | {right}"
     for kind in ("start", "versions", "machine"):
-        for name, values in differing(*(getattr(origin, kind) for origin in origins)).items():
-            yield kind, name, values[0] or "unknown", values[1] or "unknown"
+        for name, (left, right) in differing(*(getattr(origin, kind) for origin in origins)).items():
+            yield f"{kind}: {name}: {left or 'unknown'} | {right or 'unknown'}"
 
 
-def _replay_both(one: Recorded, other: Recorded, step: int) -> None:
+def _replay_both(one: Recorded, other: Recorded, step: int, commits: list[str]) -> None:
     """Each under its own commit, where this is a checkout that has both."""
-    commits = [read_provenance(run.folder, run.config).versions.get("commit", "") for run in (one, other)]
     if not all(commits) or any(commit.endswith("+") for commit in commits) or commits[0] == commits[1]:
         print("both are replayed by this code: the commit of one is unknown, was changed, or is the other's as well")
         commits = ["", ""]
@@ -98,11 +95,11 @@ def _replay_both(one: Recorded, other: Recorded, step: int) -> None:
 def _between(run: Recorded, arguments: argparse.Namespace) -> int:
     """The first commit that computes otherwise than `--good` does: the history is halved again and again."""
     first, last = run.span(arguments.first, arguments.last)
-    listed = _git("rev-list", "--reverse", "--first-parent", f"{arguments.good}..{arguments.bad}").split()
+    listed = git("rev-list", "--reverse", "--first-parent", f"{arguments.good}..{arguments.bad}").split()
     if not listed:
         raise ConfigError(f"--good {arguments.good} --bad {arguments.bad}: no commit leads from one to the other")
 
-    good = trail_under(_git("rev-parse", arguments.good), run, first, last)
+    good = trail_under(git("rev-parse", arguments.good), run, first, last)
 
     @cache
     def differs(commit: str) -> str | None:
@@ -112,7 +109,7 @@ def _between(run: Recorded, arguments: argparse.Namespace) -> int:
         print(f"{arguments.good} and {arguments.bad} compute the same, steps {first} to {last - 1}")
         return 0
     found = listed[bisect_left(listed, True, hi=len(listed) - 1, key=lambda commit: differs(commit) is not None)]
-    say(f"{_git('log', '-1', '--format=%h %s', found)}: the first commit that computes another {differs(found)}")
+    say(f"{git('log', '-1', '--format=%h %s', found)}: the first commit that computes another {differs(found)}")
     return 1
 
 
@@ -129,30 +126,21 @@ def trail_under(commit: str, run: Recorded, first: int, last: int) -> Trail:
         code = _ROOT
         if commit and commit != this_commit():
             code = Path(name) / "code"
-            _git("archive", f"--output={code}.zip", commit)
+            git("archive", f"--output={code}.zip", commit)
             shutil.unpack_archive(f"{code}.zip", code)
 
         span = ["--from", str(first), "--to", str(last), "--trail", str(path)]
         words = [sys.executable, "-m", "launch.cli", "replay", str(run.folder.absolute()), *span]
         modules = os.pathsep.join([str(code), str(Path.cwd())])  # losses of the user's own stand where this was begun
-        ended = subprocess.run(
-            words, cwd=code, env=os.environ | {"PYTHONPATH": modules}, capture_output=True, text=True
-        )
+        limits = run.config.timeouts
+        limit_s = limits.start_s + _SLOWER * limits.hang_s * (last - run.state_before(first)[1])
+        environment = os.environ | {"PYTHONPATH": modules}
+        try:
+            ended = subprocess.run(words, cwd=code, env=environment, capture_output=True, text=True, timeout=limit_s)
+            said = (ended.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        except subprocess.TimeoutExpired:
+            said = f"it did not end within {limit_s:g} s, by timeouts.start_s and timeouts.hang_s of the run"
 
         if not path.exists():
-            said = (ended.stderr.strip().splitlines() or ["nothing was said"])[-1]
             raise ConfigError(f"commit {commit or 'of this code'} replays no step of {run.folder}: {said}")
-        trail: Trail = msgspec.json.decode(path.read_bytes(), type=Trail, strict=False)
-        return trail
-
-
-def _git(*words: str) -> str:
-    """Raises ConfigError."""
-    try:
-        ended = subprocess.run(["git", "-C", str(_ROOT), *words], capture_output=True, text=True)
-    except OSError as error:
-        raise ConfigError(f"git cannot be started: {error}") from None
-    if ended.returncode:
-        said = (ended.stderr.strip().splitlines() or ["nothing was said"])[0]
-        raise ConfigError(f"git {' '.join(words)}: {said}")
-    return ended.stdout.strip()
+        return msgspec.json.decode(path.read_bytes(), type=Trail, strict=False)

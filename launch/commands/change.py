@@ -26,12 +26,11 @@ _TURN_S = 0.02
 def set_fields(arguments: argparse.Namespace) -> int:
     """Returns 0 once it is so. Raises ConfigError."""
     run = _live(arguments.run)
-    for item in arguments.overrides:
-        if item.partition("=")[0] not in SETTABLE:
-            raise ConfigError(f"{item}: it cannot change while a run goes on; what can is {', '.join(SETTABLE)}")
+    fields = [item.partition("=")[0] for item in arguments.overrides]
+    if fixed := [field for field in fields if field not in SETTABLE]:
+        raise ConfigError(f"{fixed[0]}: it cannot change while a run goes on; what can is {', '.join(SETTABLE)}")
 
     learner = overridden(run.config.model_dump(mode="json"), arguments.overrides).learner
-    fields = [item.partition("=")[0] for item in arguments.overrides]
     made = _ask(run, Change(sets={field: getattr(learner, field.partition(".")[2]) for field in fields}))
     say(f"from step {made.step} on: {', '.join(f'{name}={value}' for name, value in made.sets.items())}")
     return 0
@@ -46,15 +45,15 @@ def undo(arguments: argparse.Namespace) -> int:
 
     made = _ask(run, Change(undo=arguments.to))
     begin = time.monotonic()
-    if run.config.cluster.count and not (run.folder / "versions.jsonl").exists():  # it stands on the learner's machine
+    versions = run.folder / "versions.jsonl"
+    if run.config.cluster.count and not versions.exists():  # it stands on the learner's machine
         print(f"version {made.undo} becomes the newest again, in timeline {made.timeline}")
         return 0
 
     wanted = f'{{"timeline":{made.timeline},"n":{made.undo},'
-    versions = run.folder / "versions.jsonl"
     _wait(run, f"learner.0 to publish version {made.undo} again", lambda: wanted in versions.read_text())
-    seconds = time.monotonic() - begin
-    print(f"version {made.undo} is the newest again, in timeline {made.timeline}, {seconds:.1f} s after the step's end")
+    after = f"{time.monotonic() - begin:.1f} s after the step's end"
+    print(f"version {made.undo} is the newest again, in timeline {made.timeline}, {after}")
     return 0
 
 
@@ -106,6 +105,5 @@ def _wait(run: RunFile, whom: str, done: Callable[[], bool]) -> None:
     begin = time.monotonic()
     while not done():
         if time.monotonic() - begin > deadline_s or not is_running(run.folder):
-            limit = f"learner.batch_deadline_s={deadline_s:g} s"
-            raise ConfigError(f"waited for {whom}, at most {limit}; the run may have ended")
+            raise ConfigError(f"waited for {whom}, at most learner.batch_deadline_s={deadline_s:g} s; it may be over")
         time.sleep(_TURN_S)

@@ -11,8 +11,8 @@ from typing import Any
 
 from algos.conformance import CHECKS, check_loss
 from algos.registry import make_loss, registered
+from launch.refusing import Refusing
 from rl.config.plugins import load
-from rl.config.schema import ConfigError
 from rl.config.tree import apply_override
 
 
@@ -21,10 +21,8 @@ def run(arguments: argparse.Namespace) -> int:
     options: dict[str, Any] = {}
     for option in arguments.options:
         apply_override(options, option)
-    try:
+    with Refusing():
         loss = make_loss(load("loss", arguments.name, registered("loss")), options)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
     findings = check_loss(loss)
     for finding in findings:

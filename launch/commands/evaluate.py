@@ -21,9 +21,11 @@ from envs.registry import load_family, make_family, validate_options
 from launch.commands.run import execute
 from launch.cpu.fork_server import begin_as_copies
 from launch.preflight import check, make_run
+from launch.refusing import Refusing
 from launch.report.tasks import rates as rates_of
 from launch.report.tasks import types_of
 from launch.terminal import CleanConsole
+from rl.config.damage import read_lines
 from rl.config.recipes import SHIPPED
 from rl.config.schema import Config, ConfigError, ModelConfig, load_config
 from rl.store.checkpoint_folder import CheckpointError, latest, read_meta, verify
@@ -169,10 +171,8 @@ def find_target(text: str) -> Target:
     """A checkpoint folder, a run's folder (its newest checkpoint), a model folder or a hub name."""
     path = Path(text).absolute()
     if (path / "meta.json").exists():
-        try:
+        with Refusing("", CheckpointError):
             verify(path)
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from None
         return Target(str(path), True, _run_of(path.parent.parent))
 
     if (path / "checkpoints").is_dir():
@@ -193,8 +193,7 @@ def _lora_of(target: Target) -> dict[str, Any] | None:
 
 def read_episodes(config: Config, run: Path) -> list[EpisodeResult]:
     """The results of the newest evaluation in a run's folder, by task."""
-    lines = (run / "evals.jsonl").read_bytes().splitlines()
-    results = [msgspec.json.decode(line, type=EpisodeResult) for line in lines]
+    results = list(read_lines(run / "evals.jsonl", EpisodeResult))
     newest = max(result.version for result in results)
     results = [result for result in results if result.version == newest]
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from envs.registry import load_family
+from launch.refusing import Refusing
 from rl.config.fields import Described, described, sections
 from rl.config.lora import LoraOptions
 from rl.config.plugins import load
@@ -20,10 +21,8 @@ from rollout.generator.engines import OPTIONS as ENGINES
 
 def help_fields(arguments: argparse.Namespace) -> int:
     """The options of environment, engine and learner are those of the recipe. Raises ConfigError where none matches."""
-    try:
+    with Refusing(f"--help-fields {arguments.help_fields!r} is no regular expression", re.error):
         wanted = re.compile(arguments.help_fields, re.IGNORECASE | re.MULTILINE)
-    except re.error as error:
-        raise ConfigError(f"--help-fields {arguments.help_fields!r} is no regular expression: {error}") from None
     known = dict(_fields(load_config(arguments.recipe, arguments.overrides)))
     found = {name: field for name, field in known.items() if wanted.search(f"{name}\n{field.says}")}
     if not found:

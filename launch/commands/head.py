@@ -18,6 +18,7 @@ from launch.launcher.head_file import Before, read_before
 from launch.launcher.node_messages import boot_time
 from launch.plan import make_plan
 from launch.preflight import hold
+from launch.refusing import Refusing
 from launch.sittings import newest_checkpoint
 from launch.supervisor import Supervisor
 from rl.config.schema import Config, ConfigError, validate
@@ -66,10 +67,8 @@ def _anew(run: RunFile, overrides: list[str]) -> Config:
     """The run's configuration, which begins with its newest checkpoint. Raises ConfigError."""
     newest = newest_checkpoint(run.folder)
     if newest is not None:
-        try:
+        with Refusing(f"--resume {run.folder}", CheckpointError):
             verify(newest)
-        except CheckpointError as error:
-            raise ConfigError(f"--resume {run.folder}: {error}") from None
 
     tree = run.config.model_dump(mode="json")
     for item in overrides:

@@ -9,22 +9,21 @@ from __future__ import annotations
 import argparse
 import math
 from collections import defaultdict
-from fnmatch import fnmatch
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
 from rich.table import Table
 
-from launch.commands.replay import Trust, read
+from launch.commands.replay import trust_of
 from launch.report.gather import LAB
+from launch.report.samples import known_pieces
 from launch.terminal import CleanConsole
 from rl.config.schema import ConfigError
 from rl.replay.lab import FirstStep
 from rl.replay.recorded import Recorded
-from rl.replay.replay import RECORDED, Request, Row
-from rollout.episodes.pieces import Pieces
-from rollout.episodes.tokenizer import TokenizerError, load_tokenizer
+from rl.replay.replay import RECORDED, Request, Row, replayed
 
 _CURVES = ("train/grad_norm", "loss/entropy", "loss/kl_behavior", "loss/ess", "trust/ess", "trust/kl", "gain")
 _SHOWN = 12  # samples
@@ -40,21 +39,18 @@ def lab(arguments: argparse.Namespace) -> int:
         raise ConfigError('give --losses grpo,topr,my_module:mine, or --with "algo.advantage=batch", or both')
     variants = {name: recorded.changed(items) for name, items in wanted.items()}
 
-    trust = Trust(arguments.trust)
+    trust = trust_of(arguments.trust)
     found: defaultdict[str, list[Row]] = defaultdict(list)
-    beyond: dict[str, int] = {}
-    for row in read(recorded, Request(first, last, variants)):
+    for row in replayed(recorded, Request(first, last, variants, trust=trust)):
         if row.n > first:
             found[row.variant].append(row)
-        if trust.ends(row):
-            beyond.setdefault(row.variant, row.n)
 
     firsts = {name: rows[0].first for name, rows in found.items() if rows[0].first is not None}
     told = {
         "first": first,
-        "trust": [trust.ess, trust.kl],
+        "trust": trust,
         "reproduced": all(row.identical for row in found[RECORDED]),
-        "losses": [_loss(name, found[name], pulled, beyond.get(name)) for name, pulled in firsts.items()],
+        "losses": [_loss(name, found[name], pulled) for name, pulled in firsts.items()],
         "samples": _samples(recorded, first, firsts),
     }
     (arguments.run / LAB).write_bytes(msgspec.json.encode(told))
@@ -62,52 +58,47 @@ def lab(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _loss(name: str, rows: list[Row], first: FirstStep, beyond: int | None) -> dict[str, Any]:
+def _loss(name: str, rows: list[Row], first: FirstStep) -> dict[str, Any]:
     """What one loss did: at the first step, then as curves. `beyond`: the version from which on it is not trusted."""
     values = rows[0].values
+    stopped = [value for key, value in values.items() if key.startswith("loss/") and key.endswith("_fraction")]
+    trusted = [row.values for row in rows if "gain" in row.values and not row.beyond]
     return {
         "name": name,
         "gradient": values["train/grad_norm"],
         "cosine": first.cosine,
-        "stopped": max((values[key] for key in values if fnmatch(key, "loss/*_fraction")), default=0.0),
+        "stopped": max(stopped, default=0.0),
         "ess": values.get("loss/ess"),
         "by_age": first.by_age,
         "by_reward": first.by_reward,
         "steps": [row.n for row in rows],
         "curves": {key: [row.values.get(key) for row in rows] for key in _CURVES if key in rows[-1].values},
-        "gain": _total(rows if beyond is None else [row for row in rows if row.n < beyond]),
-        "beyond": beyond,
+        "gain": _total(trusted) if trusted else None,
+        "beyond": next((row.n for row in rows if row.beyond), None),
         "cpu_s": sum(row.cpu_s for row in rows),
     }
 
 
-def _total(rows: list[Row]) -> tuple[float, float] | None:
-    """The mean gain of the steps that are trusted, and its standard error."""
-    gains = [(row.values["gain"], row.values["gain/error"]) for row in rows if "gain" in row.values]
-    if not gains:
-        return None
-    return sum(gain for gain, _ in gains) / len(gains), math.hypot(*(error for _, error in gains)) / len(gains)
+def _total(trusted: list[dict[str, float]]) -> tuple[float, float]:
+    """The mean gain of these steps, and its standard error."""
+    gain = fmean(values["gain"] for values in trusted)
+    return gain, math.hypot(*(values["gain/error"] for values in trusted)) / len(trusted)
 
 
 def _samples(recorded: Recorded, step: int, firsts: dict[str, FirstStep]) -> list[dict[str, Any]]:
     """Those whose share of the update the losses see most differently, with what was said, and the pull of each token
     that was generated."""
-    members = sorted(set().union(*(first.samples for first in firsts.values())))
-    shares = {member: {name: first.samples.get(member, 0.0) for name, first in firsts.items()} for member in members}
-
     batch = recorded.part(step, 0, 1)
-    try:
-        pieces = Pieces(load_tokenizer(recorded.run.model_folder))
-    except (OSError, TokenizerError):  # the model is gone: numbers stand for its words
-        pieces = Pieces(load_tokenizer(None))
+    pieces = known_pieces(recorded.run)
+    shares = {member: {name: each.samples[member] for name, each in firsts.items()} for member in batch.members}
 
     told = []
-    for member in sorted(members, key=lambda each: min(shares[each].values()) - max(shares[each].values()))[:_SHOWN]:
+    for member in sorted(shares, key=lambda each: min(shares[each].values()) - max(shares[each].values()))[:_SHOWN]:
         row = batch.rows[member]
         own = batch.of_rows([member])
         facts = {"group": row.group_id, "reward": row.reward, "age": step - row.version, "share": shares[member]}
-        pull = {name: first.tokens.get(member, []) for name, first in firsts.items()}
         generated = own.loss_mask.nonzero()[0].tolist()
+        pull = {name: each.tokens[member] for name, each in firsts.items()}
         told.append(facts | {"text": pieces.of(own.token_ids.tolist()), "generated": generated, "pull": pull})
     return told
 

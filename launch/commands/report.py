@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from launch.report.page import check_runs, write_report
+from launch.report.page import write_report
 from launch.report.serve import serve
 
 
 def report(arguments: argparse.Namespace) -> int:
     """Raises ConfigError where there is no run, nowhere to write, or a port that is taken."""
     if arguments.serve:
-        check_runs(arguments.runs)
         serve(arguments.runs, arguments.port)
     else:
         print(f"report: {write_report(arguments.runs, arguments.out)}")

@@ -22,9 +22,10 @@ from launch.cpu.fork_server import begin_as_copies
 from launch.dry_run import print_plan
 from launch.preflight import Preflight, check, make_run
 from launch.provenance import write_provenance
+from launch.refusing import Refusing
 from launch.sittings import with_checkpoint
 from launch.terminal import say
-from launch.warm_start.writing import written
+from launch.warm_start.writing import Written, written
 from rl.config.schema import Config, ConfigError, load_config
 from rl.learner.rows import FOLDER, IMITATED
 from rl.store.made_once import waited_s
@@ -113,10 +114,8 @@ def _token_rows(checked: Preflight, family: EnvironmentFamily, split: str) -> li
     config = checked.config
     limit = config.generator.max_model_len
     assert checked.prepared.folder is not None
-    try:
+    with Refusing(f"model.path={config.model.path!r}", TokenizerError):
         tokenizer = ChatTokenizer(checked.prepared.folder, config.chat.template_options)
-    except TokenizerError as error:
-        raise ConfigError(f"model.path={config.model.path!r}: {error}") from None
 
     count = family.task_count(split)
     found = [_marked(tokenizer, family.task(split, index), config) for index in range(count)]
@@ -138,19 +137,14 @@ def _marked(tokenizer: ChatTokenizer, row: Imitated, config: Config) -> list[Mar
     turns = [(row.messages[i], row.messages[i + 1 : end]) for i, end in zip(places, ends, strict=True)]
     opening = row.messages[: places[0]]
 
-    try:
+    with Refusing(row.where, TokenizerError):
         sequences = written(tokenizer, opening, turns, config.generator.max_model_len, config.chat.thinking)
-    except TokenizerError as error:
-        raise ConfigError(f"{row.where}: {error}") from None
-    return (
-        None
-        if sequences is None
-        else [(np.array(each.ids, np.int32), _mask(each.ids, each.turns)) for each in sequences]
-    )
+    return None if sequences is None else [_as_marked(each) for each in sequences]
 
 
-def _mask(ids: list[int], turns: list[tuple[int, int, int]]) -> np.ndarray:
-    mask = np.zeros(len(ids), np.uint8)
-    for start, end, _ in turns:
+def _as_marked(sequence: Written) -> Marked:
+    """Its ids, and 1 at each that the model is to write."""
+    mask = np.zeros(len(sequence.ids), np.uint8)
+    for start, end, _ in sequence.turns:
         mask[start:end] = 1
-    return mask
+    return np.array(sequence.ids, np.int32), mask

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 from rich.text import Text
 
+from launch.refusing import Refusing
 from launch.terminal import CleanConsole
-from rl.config.schema import ConfigError
 from rl.store.samples import Sample, read_samples
 from rl.wire.run import RunFile
 from rollout.episodes.pieces import Pieces
@@ -28,11 +28,9 @@ _ROUNDING = 1e-6
 
 def show(arguments: argparse.Namespace) -> int:
     """Print the conversations that fit the filters, newest first. Raises ConfigError where there is no run."""
-    if not (arguments.run / "run.json").exists():
-        raise ConfigError(f"{str(arguments.run)!r} is no folder of a run (no run.json)")
+    pieces = _pieces(arguments.run)
     newest_first = reversed(list(read_samples(arguments.run)))
     chosen = islice(matching(newest_first, arguments), arguments.limit)
-    pieces = _pieces(arguments.run)
 
     if arguments.json:
         for sample in chosen:
@@ -124,10 +122,8 @@ def _head(sample: Sample) -> str:
 
 
 def _pieces(run: Path) -> Pieces:
-    try:
+    with Refusing(f"{str(run)!r}: the model's tokenizer cannot be read", OSError, TokenizerError):
         return Pieces(load_tokenizer(RunFile.load(run).model_folder))
-    except (OSError, TokenizerError) as error:
-        raise ConfigError(f"{str(run)!r}: the model's tokenizer cannot be read: {error}") from None
 
 
 def _nothing(run: Path) -> str:

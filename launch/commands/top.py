@@ -15,7 +15,7 @@ import termios
 import time
 import tty
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -208,35 +208,31 @@ def top(arguments: argparse.Namespace) -> int:
         console.print(watch.frame())
         return 0
 
-    with contextlib.suppress(KeyboardInterrupt), _keys() as pressed, Live(console=console, auto_refresh=False) as live:
+    with contextlib.suppress(KeyboardInterrupt), _without_enter(), Live(console=console, auto_refresh=False) as live:
         while True:
             watch.read_on()
             live.update(watch.frame(), refresh=True)
-            if watch.ended or pressed(_REFRESH_S) == "q":
+            if watch.ended or _pressed(_REFRESH_S) == "q":
                 break
     return 0
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[Callable[[float], str]]:
-    """Within the block keys need no Enter; what is yielded waits for one, and gives the empty string if none comes."""
+def _without_enter() -> Iterator[None]:
+    """Within the block keys need no Enter."""
     if not sys.stdin.isatty():
-        yield _no_key
+        yield
         return
 
     settings = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:
-        yield _key
+        yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, settings)
 
 
-def _key(wait_s: float) -> str:
-    came, _, _ = select.select([sys.stdin], [], [], wait_s)
+def _pressed(wait_s: float) -> str:
+    """The key that is pressed within this time; the empty string: none, or there are no keys."""
+    came, _, _ = select.select([sys.stdin] if sys.stdin.isatty() else [], [], [], wait_s)
     return os.read(sys.stdin.fileno(), 1).decode(errors="replace") if came else ""
-
-
-def _no_key(wait_s: float) -> str:
-    time.sleep(wait_s)
-    return ""

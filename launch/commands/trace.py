@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import heapq
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from launch.report.timeline import Lane
 from rl.config.schema import ConfigError
 from rl.observe import trace_events
 from rl.observe.trace import Source, TraceRecord, read_trace
@@ -44,19 +44,11 @@ class _Process:
     """The number of each lane in the whole picture; the first is the process's own."""
     open: dict[tuple[Any, ...], _Bar] = field(default_factory=dict)
     lanes: dict[int, int] = field(default_factory=dict)  # by ticket
-    free: list[int] = field(default_factory=list)
-    used: int = 0
-
-    def take_lane(self, ticket: int) -> tuple[int, bool]:
-        """The lowest free one, and whether it is new."""
-        is_new = not self.free
-        self.used += is_new
-        self.lanes[ticket] = self.used if is_new else heapq.heappop(self.free)
-        return self.lanes[ticket], is_new
+    seats: Lane = field(default_factory=Lane)
 
     def leave_lane(self, ticket: int) -> None:
         if (lane := self.lanes.pop(ticket, None)) is not None:
-            heapq.heappush(self.free, lane)
+            self.seats.give(lane - 1)
 
 
 class ChromeTrace:
@@ -135,9 +127,8 @@ class ChromeTrace:
     def _of_request(self, process: _Process, event: trace_events.TraceEvent) -> Iterator[Row]:
         match event:
             case trace_events.SamplingBegan(ticket, request, held_s):
-                lane, is_new = process.take_lane(request)
-                if is_new:
-                    yield self._new_thread(process, f"request {lane}")
+                yield from self._take_lane(process, request, "request")
+                lane = process.lanes[request]
                 self._begin(process, ("sampling", request), lane, f"ticket {ticket}", {"held_s": held_s})
                 if ticket in self._flows:
                     yield self._arrow(process, lane, "f", self._flows[ticket])
@@ -152,9 +143,8 @@ class ChromeTrace:
     def _of_episode(self, process: _Process, event: trace_events.TraceEvent) -> Iterator[Row]:
         match event:
             case trace_events.ResetBegan(ticket):
-                lane, is_new = process.take_lane(ticket)
-                if is_new:
-                    yield self._new_thread(process, f"episode {lane}")
+                yield from self._take_lane(process, ticket, "episode")
+                lane = process.lanes[ticket]
                 issued = self._issued.pop(ticket, None)
                 self._begin(process, ("episode", ticket), lane, f"ticket {ticket}", _of_ticket(issued))
                 self._begin(process, ("reset", ticket), lane, "reset", {})
@@ -221,9 +211,12 @@ class ChromeTrace:
         yield {"ph": "M", "pid": process.threads[0], "name": "process_name", "args": {"name": str(source)}}
         yield self._thread(process, _MAIN, source.role)
 
-    def _new_thread(self, process: _Process, name: str) -> Row:
-        process.threads.append(next(self._numbers))
-        return self._thread(process, len(process.threads) - 1, name)
+    def _take_lane(self, process: _Process, ticket: int, what: str) -> Iterator[Row]:
+        """The lowest free one, which is named where it is new."""
+        lane = process.lanes[ticket] = process.seats.take() + 1
+        if lane == len(process.threads):
+            process.threads.append(next(self._numbers))
+            yield self._thread(process, lane, f"{what} {lane}")
 
     def _thread(self, process: _Process, lane: int, name: str) -> Row:
         numbers = {"pid": process.threads[0], "tid": process.threads[lane]}

@@ -36,7 +36,7 @@ from pathlib import Path
 import psutil
 
 from launch.gpus import visible_gpus
-from launch.launcher.local import Begin, Begun, Command, Files, begin_process
+from launch.launcher.local import Begin, Command, Files, begin_process
 from launch.plan import make_plan
 from launch.prepare import PREPARE_IMPORTS
 from rl.config.schema import Config
@@ -49,17 +49,6 @@ _ROOM = "-" * 512  # a process has no more room for its line in `ps` than the li
 _END_S = 5.0
 _THREADS_END_S = 5.0
 _ENDED = "ZX"  # proc_pid_stat(5): zombie, dead
-
-
-class Copy(psutil.Process):
-    """A process that began as a copy; what `subprocess.Popen` has and a supervisor needs."""
-
-    returncode: int | None = None
-
-    def poll(self) -> int | None:
-        with contextlib.suppress(psutil.TimeoutExpired):
-            self.returncode = self.wait(0)
-        return self.returncode
 
 
 class ForkServer:
@@ -83,7 +72,7 @@ class ForkServer:
                 start_new_session=True,
             )
 
-    def begin(self, command: Command, files: Files) -> Copy | None:
+    def begin(self, command: Command, files: Files) -> psutil.Process | None:
         """Begin a copy with these files as standard input, output and error. None: the server is dead, or did not
         answer within its deadline (it is stopped, or hangs in an import) and is dead now, or has threads.
         """
@@ -101,7 +90,7 @@ class ForkServer:
             except OSError:
                 return None
 
-            copy = Copy(int(answer)) if answer else None
+            copy = psutil.Process(int(answer)) if answer else None
             if copy is not None:
                 ours.send(_KNOWN)
             return copy
@@ -136,7 +125,7 @@ def begin_as_copies(config: Config) -> Iterator[Begin]:
     own["OMP_NUM_THREADS"] = "1"
     server = ForkServer(imports, own, config.timeouts.hang_s)
 
-    def begin(command: Command, files: Files) -> Begun:
+    def begin(command: Command, files: Files) -> psutil.Process:
         copied = bool(command.imports) if needed else command.module in modules
         copy = server.begin(command, files) if copied else None
         return copy or begin_process(command, files)
@@ -211,7 +200,6 @@ def _copy(command: Command, files: list[int], line: socket.socket) -> int | None
     the line: its end is how one hears of the server's."""
     gc.freeze()  # what is there will stay: collecting it would only write to shared pages
     pid_read, pid_write = os.pipe()
-    adopted_read, adopted_write = os.pipe()
 
     between = os.fork()
     if between == 0:
@@ -219,14 +207,12 @@ def _copy(command: Command, files: list[int], line: socket.socket) -> int | None
         if pid:
             os.write(pid_write, str(pid).encode())
             os._exit(0)
-        for each in (pid_read, pid_write, adopted_write):
-            os.close(each)
+        os.close(pid_read)
+        os.close(pid_write)
         line.close()
-        os.read(adopted_read, 1)  # ends when the server has seen the end of the process between
-        os.close(adopted_read)
 
         *standard, word = files
-        if os.read(word, len(_KNOWN)) != _KNOWN:
+        if os.read(word, len(_KNOWN)) != _KNOWN:  # said once the process between has ended
             os._exit(1)
         os.close(word)
         _become(command, standard)
@@ -234,7 +220,7 @@ def _copy(command: Command, files: list[int], line: socket.socket) -> int | None
 
     os.waitpid(between, 0)
     pid = int(os.read(pid_read, 32))
-    for each in (pid_read, pid_write, adopted_read, adopted_write, *files):
+    for each in (pid_read, pid_write, *files):
         os.close(each)
     return pid
 

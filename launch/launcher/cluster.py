@@ -20,33 +20,13 @@ from pathlib import Path
 
 import zmq
 
+from launch.launcher import node_messages as m
 from launch.launcher.copying import Copying
 from launch.launcher.engines import Agents, begin_agents
 from launch.launcher.head_file import Before, Began, HeadFile, Listens, Machine, Ranks
 from launch.launcher.local import Begin, LocalLauncher, begin_process
 from launch.launcher.members import AT_HEAD, KEEPS, Member, Members
-from launch.launcher.node_messages import (
-    CHUNK_BYTES,
-    KEY_FILE,
-    Ask,
-    Back,
-    Beat,
-    File,
-    FromAgent,
-    FromHead,
-    Hello,
-    Orders,
-    Part,
-    Refused,
-    Sent,
-    Welcome,
-    Who,
-    agent_socket,
-    boot_time,
-    code_hash,
-    codec,
-    start_folders,
-)
+from launch.launcher.node_messages import boot_time
 from launch.launcher.protocol import Found, Handle, Node, Spec
 from launch.launcher.remote import RemoteHandle
 from rl.config.schema import ConfigError
@@ -82,7 +62,7 @@ class ClusterLauncher:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._joined = threading.Event()
         self._closing = False
-        self._code = code_hash()
+        self._code = m.code_hash()
         self._files = _files_of(run)
 
         self.found: dict[str, Found] = {}
@@ -93,7 +73,7 @@ class ClusterLauncher:
         self._has_said_where = False
 
         if before is None:
-            make_curve_key(run.folder, KEY_FILE)
+            make_curve_key(run.folder, m.KEY_FILE)
             run.make_names()
         self._socket = self._listen(before.listens if before is not None else None)
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
@@ -166,7 +146,7 @@ class ClusterLauncher:
         host = numeric(self._run.config.network.host)
         if known is not None:
             self._run.addresses.ports["control"] = known.control
-        listener = agent_socket(zmq.ROUTER, key_pair((self._run.folder / KEY_FILE).read_bytes()))
+        listener = m.agent_socket(zmq.ROUTER, key_pair((self._run.folder / m.KEY_FILE).read_bytes()))
         try:
             listener.bind(f"tcp://{host}:{known.agents if known is not None else '*'}")
         except zmq.ZMQError as error:
@@ -215,7 +195,7 @@ class ClusterLauncher:
 
     def _await_machines(self) -> None:
         wanted = self._run.config.cluster.count
-        print(f"waiting for {wanted} machines: fresco join {self.address} --key {self._run.folder / KEY_FILE}")
+        print(f"waiting for {wanted} machines: fresco join {self.address} --key {self._run.folder / m.KEY_FILE}")
         sys.stdout.flush()
 
         until = time.monotonic() + self._run.config.timeouts.start_s
@@ -235,8 +215,8 @@ class ClusterLauncher:
     # ------------------------------------------------------------ the thread
 
     def _serve(self) -> None:
-        receiver: Receiver[FromAgent] = Receiver(
-            {self._socket: self._from_agent}, Malformed("head"), self._wake_fd, codec=codec
+        receiver: Receiver[m.FromAgent] = Receiver(
+            {self._socket: self._from_agent}, Malformed("head"), self._wake_fd, codec=m.codec
         )
         until = float("inf")
         while time.monotonic() < until and not (self._closing and not self._members.by_agent):
@@ -254,38 +234,38 @@ class ClusterLauncher:
                 until = min(until, time.monotonic() + _ENDS_S)
         self._socket.close(linger=500)
 
-    def _from_agent(self, message: FromAgent, peer: bytes) -> None:
+    def _from_agent(self, message: m.FromAgent, peer: bytes) -> None:
         with self._lock:
             match message:
-                case Hello():
+                case m.Hello():
                     if self._is_open:
                         self._welcome(message, peer)
-                case Ask():
+                case m.Ask():
                     self._send(peer, self._part(message))
-                case Sent():
+                case m.Sent():
                     self._copying.sent(peer, message)
-                case Part():
+                case m.Part():
                     self._copying.take(peer, message)
 
-                case Back() if _name(peer) in self._returning and message.run_id == self._run.run_id:
+                case m.Back() if _name(peer) in self._returning and message.run_id == self._run.run_id:
                     self._come_back(message, peer)
-                case Back():
-                    self._send(peer, Orders(message.number, end=peer not in self._members.by_agent))
-                case Beat():
+                case m.Back():
+                    self._send(peer, m.Orders(message.number, end=peer not in self._members.by_agent))
+                case m.Beat():
                     self._beat(message, peer)
 
-    def _beat(self, beat: Beat, peer: bytes) -> None:
+    def _beat(self, beat: m.Beat, peer: bytes) -> None:
         member = self._members.heard(boot_time(), peer)
         if member is not None:
             self._note(member, beat)
         elif _name(peer) in self._returning:
-            self._send(peer, Who())
+            self._send(peer, m.Who())
         else:
-            self._send(peer, Orders(beat.number, end=True))
+            self._send(peer, m.Orders(beat.number, end=True))
 
-    def _come_back(self, back: Back, peer: bytes) -> None:
+    def _come_back(self, back: m.Back, peer: bytes) -> None:
         """An agent that has outlived the head before, with what runs there."""
-        member = self._members.returned(boot_time(), peer, back.machine, back.gpus)
+        member = self._members.join(boot_time(), peer, back.gpus, back.machine)
         member.sees = back.sees
         self._run.make_names(back.names)
 
@@ -296,14 +276,15 @@ class ClusterLauncher:
             self._members.keep(member, name, gpus)
 
         print(f"machine {member.number} is back, with {', '.join(back.holds) or 'nothing'}", flush=True)
-        self._order(member, Beat(back.number, dict.fromkeys(back.holds)))
+        self._order(member, m.Beat(back.number, dict.fromkeys(back.holds)))
         self._returning.discard(_name(peer))
         if not self._returning:
             self._joined.set()
 
-    def _welcome(self, hello: Hello, peer: bytes) -> None:
+    def _welcome(self, hello: m.Hello, peer: bytes) -> None:
         if hello.code != self._code:
-            self._send(peer, Refused("its code is not the head's: install the same version of Fresco on all machines"))
+            why = "its code is not the head's: install the same version of Fresco on all machines"
+            self._send(peer, m.Refused(why))
             return
         news = peer not in self._members.by_agent
         member = self._members.join(boot_time(), peer, hello.gpus, hello.machine)
@@ -312,14 +293,14 @@ class ClusterLauncher:
         key = (self._run.folder / RUN_KEY).read_bytes()
         lease_s = self._run.config.cluster.lease_s
         names = self._run.names.key
-        self._send(peer, Welcome(hello.number, member.number, lease_s, run, key, names, self._files))
+        self._send(peer, m.Welcome(hello.number, member.number, lease_s, run, key, names, self._files))
 
         if news:
             self._file.write(Machine(_name(peer), there=True))
             for name in self._members.away(member.number):
                 self._handles[name].move(f"it goes back to machine {member.number}")
 
-    def _note(self, member: Member, beat: Beat) -> None:
+    def _note(self, member: Member, beat: m.Beat) -> None:
         """What an agent says of its machine."""
         if member.sees is None:
             member.sees = beat.sees
@@ -347,11 +328,11 @@ class ClusterLauncher:
         if beat.leaving and not member.holds:
             del self._members.by_agent[member.agent]
             self._file.write(Machine(_name(member.agent), there=False))
-            self._send(member.agent, Orders(beat.number, end=True))
+            self._send(member.agent, m.Orders(beat.number, end=True))
         else:
             self._order(member, beat)
 
-    def _order(self, member: Member, beat: Beat | None) -> None:
+    def _order(self, member: Member, beat: m.Beat | None) -> None:
         """Say what is to be there. beat: what the agent has just said; without one, what was not said before."""
         handles = [self._handles[name] for name in member.holds]
         if beat is None:
@@ -366,7 +347,7 @@ class ClusterLauncher:
         kill = [each.spec.name for each in handles if each.killed]
         held = {name: self._handles[name].log_bytes for name in known if name in self._handles}
         wish = self._copying.wish(member.agent)
-        self._send(member.agent, Orders(beat.number if beat else 0, start, kill, held, wish, end=self._closing))
+        self._send(member.agent, m.Orders(beat.number if beat else 0, start, kill, held, wish, end=self._closing))
 
     def _gone(self, member: Member, why: str) -> None:
         self._file.write(Machine(_name(member.agent), there=False))
@@ -393,29 +374,29 @@ class ClusterLauncher:
             handle.begin = self._copying.begin(name, b"" if member.sees else member.agent)
             self._file.write(Ranks(_name(self._copying.copies.place or b"")))
 
-    def _send(self, peer: bytes, message: FromHead) -> None:
+    def _send(self, peer: bytes, message: m.FromHead) -> None:
         with contextlib.suppress(PeerGone, zmq.Again):
-            send_frames_to(self._socket, peer, codec.encode(message))
+            send_frames_to(self._socket, peer, m.codec.encode(message))
 
-    def _part(self, ask: Ask) -> Part:
+    def _part(self, ask: m.Ask) -> m.Part:
         """Raises ProtocolError for what is no file that an agent may want."""
         if (part := self._copying.part(ask)) is not None:
             return part
         if ask.file not in self._files or ask.offset < 0:
             raise ProtocolError(f"{ask.file!r} is no file that the run begins with")
         folder, _, name = ask.file.partition("/")
-        with (start_folders(self._run)[folder] / name).open("rb") as file:
+        with (m.start_folders(self._run)[folder] / name).open("rb") as file:
             file.seek(ask.offset)
-            return Part(ask.file, ask.offset, file.read(CHUNK_BYTES))
+            return m.Part(ask.file, ask.offset, file.read(m.CHUNK_BYTES))
 
 
-def _files_of(run: RunFile) -> dict[str, File]:
+def _files_of(run: RunFile) -> dict[str, m.File]:
     found = {}
-    for name, folder in start_folders(run).items():
+    for name, folder in m.start_folders(run).items():
         known = written_digests(folder)
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             below = str(path.relative_to(folder))
-            found[f"{name}/{below}"] = File(path.stat().st_size, known.get(below) or file_digest(path))
+            found[f"{name}/{below}"] = m.File(path.stat().st_size, known.get(below) or file_digest(path))
     return found
 
 

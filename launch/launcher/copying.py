@@ -14,8 +14,7 @@ import msgspec
 from launch.launcher.copies import TIMELINES, Copies, step_of
 from launch.launcher.folders import Fetcher, Opened, drop, forget_others, known_changes, made_in
 from launch.launcher.node_messages import Ask, Begin, FromHead, Part, Sent, Want, boot_time
-from rl.learner.changes import FILE as CHANGES
-from rl.learner.changes import WISH, Change
+from rl.learner.changes import CHANGES, WISH, Change
 from rl.wire.run import RunFile
 
 _AGAIN_S = 2.0
@@ -68,8 +67,7 @@ class Copying:
 
     def _rank_0_begins(self, incarnation: int, place: bytes, several: bool) -> Begin | None:
         self._fetcher.cancel()
-        self._under_way = None
-        self._close_second()
+        self._under_way = self._second = None
         if not self.copies.begin(place, made_in(self._run.folder), always=several):
             return None
         if not place:
@@ -80,8 +78,6 @@ class Copying:
 
     def _from_what_counts(self, timeline: int) -> Begin:
         name = self.copies.counts or ""
-        if self._sending is not None:
-            self._sending.close()
         self._sending = Opened(self._run.folder, name) if name else None
         files = self._sending.files if self._sending else {}
         return Begin(timeline, name, self.copies.held.get(name, ""), files, known_changes(self._run.folder))
@@ -102,7 +98,7 @@ class Copying:
             self._send(agent, Sent(known.name, known.files))
             return
 
-        self._close_second()
+        self._second = None
         here = made_in(self._run.folder)
         name = max(here, key=step_of, default="")
         if step_of(name) < 0 or made.get(name) == here[name]:
@@ -111,11 +107,6 @@ class Copying:
         with contextlib.suppress(OSError):  # replaced just now
             self._second = Opened(self._run.folder, name)
             self._send(agent, Sent(name, self._second.files))
-
-    def _close_second(self) -> None:
-        if self._second is not None:
-            self._second.close()
-        self._second = None
 
     # ------------------------------------------------------------ they are changed while they go on
 
@@ -214,6 +205,4 @@ class Copying:
 
     def close(self) -> None:
         self._fetcher.close()
-        self._close_second()
-        if self._sending is not None:
-            self._sending.close()
+        self._second = self._sending = None

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from launch.launcher.copies import CHECKPOINTS, Parts, step_of
 from launch.launcher.node_messages import CHUNK_BYTES, Ask, File, Part
-from rl.learner.changes import FILE as CHANGES
+from rl.learner.changes import CHANGES
 from rl.store.checkpoint_folder import steps_of, sync_folder
 from rl.store.digests import DIGESTS, damage, file_digest, written_digests
 from rl.wire.codec import ProtocolError
@@ -51,21 +51,22 @@ def forget_others(run: Path, name: str) -> None:
 
 
 class Opened:
-    """A folder that is sent. Its files are open, so that they can be read to the end when their names are gone."""
+    """A folder that is sent. Its files are open as long as it is there, so that they can be read to the end when their
+    names are gone."""
 
     def __init__(self, run: Path, name: str) -> None:
         """Raises OSError: it is gone."""
         self.name = name
         self.files: dict[str, File] = {}
         self._open: dict[str, int] = {}
-        try:
-            digests = written_digests(run / name)
-            for path, digest in (digests | {DIGESTS: file_digest(run / name / DIGESTS)}).items():
-                self._open[f"{name}/{path}"] = descriptor = os.open(run / name / path, os.O_RDONLY)
-                self.files[f"{name}/{path}"] = File(os.fstat(descriptor).st_size, digest)
-        except OSError:
-            self.close()
-            raise
+        digests = written_digests(run / name)
+        for path, digest in (digests | {DIGESTS: file_digest(run / name / DIGESTS)}).items():
+            self._open[f"{name}/{path}"] = descriptor = os.open(run / name / path, os.O_RDONLY)
+            self.files[f"{name}/{path}"] = File(os.fstat(descriptor).st_size, digest)
+
+    def __del__(self) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
 
     @property
     def digest(self) -> str:
@@ -78,11 +79,6 @@ class Opened:
             raise ProtocolError(f"{ask.file!r} is no file that is sent now")
         return Part(ask.file, ask.offset, os.pread(self._open[ask.file], CHUNK_BYTES, ask.offset))
 
-    def close(self) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
-        self._open.clear()
-
 
 class Arriving:
     """A folder that is fetched. Raises ProtocolError where its files would lie elsewhere."""
@@ -90,50 +86,36 @@ class Arriving:
     def __init__(self, run: Path, name: str, files: Mapping[str, File]) -> None:
         self.name = name
         self._target = run / name
-        self._partial = self._target.with_name(f"{self._target.name}.arriving")
+        self.partial = self._target.with_name(f"{self._target.name}.arriving")
         for file in files:
             below = PurePosixPath(file)
             if not file.startswith(f"{name}/") or ".." in below.parts or str(below) != file:
                 raise ProtocolError(f"{file!r} is no file in {name}")
-        self._parts = Parts({file: each.size for file, each in files.items()}, CHUNK_BYTES, _WINDOW, _AGAIN_S)
-        shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial.mkdir(parents=True)
+        self.parts = Parts({file: each.size for file, each in files.items()}, CHUNK_BYTES, _WINDOW, _AGAIN_S)
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir(parents=True)
 
-    @property
-    def is_complete(self) -> bool:
-        return self._parts.done
-
-    def asks(self, now: float) -> list[Ask]:
-        return [Ask(*part) for part in self._parts.asks(now)]
-
-    def take(self, part: Part, now: float) -> bool:
-        """Whether it was the part that comes next, and is written."""
-        if not self._parts.take(part.file, part.offset, now):
-            return False
-        path = self._partial / part.file.removeprefix(f"{self.name}/")
+    def write(self, part: Part) -> None:
+        path = self.partial / part.file.removeprefix(f"{self.name}/")
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("r+b" if path.exists() else "wb") as file:
             file.seek(part.offset)
             file.write(part.data)
-        return True
 
     def finish(self) -> bool:
         """Give it its name, in the place of what had it. False if it is not as its digests say: then it is gone. Takes
         as long as reading all of it, and writing it to the disk."""
-        if damage(self._partial, self._partial / DIGESTS) is not None:
-            shutil.rmtree(self._partial)
+        if damage(self.partial, self.partial / DIGESTS) is not None:
+            shutil.rmtree(self.partial)
             return False
 
-        for path in self._partial.rglob("*"):
+        for path in self.partial.rglob("*"):
             sync_folder(path) if path.is_dir() else _sync(path)
-        sync_folder(self._partial)
+        sync_folder(self.partial)
         shutil.rmtree(self._target, ignore_errors=True)
-        self._partial.rename(self._target)
+        self.partial.rename(self._target)
         sync_folder(self._target.parent)
         return True
-
-    def drop(self) -> None:
-        shutil.rmtree(self._partial, ignore_errors=True)
 
 
 class Fetcher:
@@ -152,7 +134,7 @@ class Fetcher:
     @property
     def is_finishing(self) -> bool:
         """Whether all of it is here; to cancel it takes a while."""
-        return self._arriving is not None and self._arriving.is_complete
+        return self._arriving is not None and self._arriving.parts.done
 
     def begin(self, name: str, files: Mapping[str, File]) -> None:
         """Raises ProtocolError. Only when it is not busy."""
@@ -160,16 +142,19 @@ class Fetcher:
 
     def asks(self, now: float) -> list[Ask]:
         """What is to be asked for now."""
-        return self._arriving.asks(now) if self._arriving is not None else []
+        return [Ask(*part) for part in self._arriving.parts.asks(now)] if self._arriving is not None else []
 
     def take(self, part: Part, now: float) -> bool:
-        """Whether it was waited for."""
-        return self._arriving is not None and self._arriving.take(part, now)
+        """Whether it was waited for, as the one that comes next, and is written."""
+        if self._arriving is None or not self._arriving.parts.take(part.file, part.offset, now):
+            return False
+        self._arriving.write(part)
+        return True
 
     def ended(self) -> bool | None:
         """Once: whether the folder stands whole under its name. None while it does not, and afterwards. Raises OSError:
         a full disk."""
-        if self._arriving is None or not self._arriving.is_complete:
+        if self._arriving is None or not self._arriving.parts.done:
             return None
         if self._finishing is None:
             self._finishing = self._beside.submit(self._arriving.finish)
@@ -183,7 +168,7 @@ class Fetcher:
         if self._finishing is not None:
             wait([self._finishing])
         elif self._arriving is not None:
-            self._arriving.drop()
+            shutil.rmtree(self._arriving.partial, ignore_errors=True)
         self._finishing = self._arriving = None
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 import psutil
 
@@ -22,21 +22,6 @@ from rl.wire.run import RunFile
 
 Files = tuple[IO[Any], IO[Any], IO[Any]]
 _GONE_S = 2.0  # for the kernel to end what is left of the run
-
-
-class Begun(Protocol):
-    """A child of this process, as `psutil.Popen` has it."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int | None: ...
-
-    def send_signal(self, sig: int) -> None: ...
-
-    def cpu_affinity(self, cpus: list[int]) -> Any: ...
 
 
 class Command(NamedTuple):
@@ -50,13 +35,13 @@ class Command(NamedTuple):
     """What takes seconds to import, where somebody has it ready."""
 
 
-Begin = Callable[[Command, Files], Begun]
+Begin = Callable[[Command, Files], psutil.Process]
 """Begins a child of this process, with standard input, output and error.
 
 It leads a session, and dies with the thread that called."""
 
 
-def begin_process(command: Command, files: Files) -> Begun:
+def begin_process(command: Command, files: Files) -> psutil.Process:
     """Start a process by its command line; it sees to its imports itself."""
     stdin, stdout, stderr = files
     return psutil.Popen(
@@ -104,14 +89,14 @@ class LocalLauncher:
 class LocalHandle:
     """The kernel says whether it lives. A pidfd tells at once when it does not (Linux 5.3)."""
 
-    def __init__(self, begun: Begun) -> None:
+    def __init__(self, begun: psutil.Process) -> None:
         self._begun = begun
         self._descriptor = -1
         with contextlib.suppress(OSError):  # where the kernel does not allow it, nothing wakes
             self._descriptor = os.pidfd_open(begun.pid)
 
     def poll(self) -> int | None:
-        return self._begun.poll()
+        return self.wait(0)
 
     def kill(self) -> None:
         """Kill its whole process group, also where only the leader has ended; a copy that just began has none."""

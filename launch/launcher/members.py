@@ -82,11 +82,6 @@ class Members:
             self.by_agent[agent] = Member(agent, number, list(gpus), now + self._patience_s)
         return self.by_agent[agent]
 
-    def returned(self, now: float, agent: bytes, number: int, gpus: Iterable[str]) -> Member:
-        """A machine that belonged to the head before is there, under the number that it had."""
-        member = self.by_agent[agent] = Member(agent, number, list(gpus), now + self._patience_s)
-        return member
-
     def keep(self, member: Member, name: str, gpus: Iterable[str]) -> None:
         """A process stands there already."""
         member.holds[name] = tuple(gpus)

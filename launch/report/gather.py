@@ -20,6 +20,7 @@ from launch.report.blocks import Arrays
 from launch.report.samples import SamplePage, gather_samples
 from launch.report.tasks import rates, task_facts
 from launch.report.timeline import Timeline, gather_timeline
+from launch.sittings import read_rows
 from rl.config.damage import read_lines, reading
 from rl.observe.alarms import read_alarms
 from rl.observe.intervals import Z95, paired_bootstrap
@@ -54,22 +55,20 @@ def gather(folder: Path) -> RunPage:
 
     rows: list[Row] = []
     with reading(folder / "metrics.jsonl", _WITHOUT):
-        rows = read_rows(folder / "metrics.jsonl")
+        rows = list(read_rows(folder))
         facts = _of_rows(rows, run)
     with reading(folder / "evals.jsonl", _WITHOUT):
-        evals = read_rows(folder / "evals.jsonl")
+        evals = list(read_lines(folder / "evals.jsonl", dict[str, Any]))
         facts["evaluations"] = evaluations(rows, run, evals)
         of_tasks = gain(evals), task_facts(evals, samples.facts["episodes"])
     with reading(folder / "summary.json", _WITHOUT):
         facts |= _of_summary(folder, run, rows, facts)
-
     with reading(folder / LAB, _WITHOUT):
-        lab = _json(folder / LAB) or None
+        facts["lab"] = _json(folder / LAB) or None
 
     facts |= {
         "name": run.config.name,
         "origin": origin,
-        "lab": lab,
         "config": flat(run.config.model_dump(mode="json")),
         "started": run.started_at,
         "startStep": min([run.start_step, *(int(row["step"]) - 1 for row in rows if "train/loss" in row)]),
@@ -91,7 +90,7 @@ def _of_rows(rows: list[Row], run: RunFile) -> dict[str, Any]:
     return {
         "rows": columns(_thinned(trained, _MOST_ROWS), run),
         "histograms": histograms(_thinned(trained, _MOST_HISTOGRAMS)),
-        "seconds": _since(run, rows),
+        "seconds": float(rows[-1]["time"]) - run.started_at if rows else 0.0,
         "ledger": ledger(trained[-1] if trained else {}, len(trained), run),
         "staleness": _staleness(trained),
     }
@@ -133,18 +132,11 @@ def is_running(folder: Path) -> bool:
     """Whether a process holds the run's lock."""
     if not (folder / "lock").exists():
         return False
-    lock = FileLock(folder / "lock")
     try:
-        lock.acquire(timeout=0)
+        with FileLock(folder / "lock").acquire(timeout=0):
+            return False
     except Timeout:
         return True
-    lock.release()
-    return False
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of whole lines only: a killed supervisor may have left half of one."""
-    return list(read_lines(path, dict[str, Any]))
 
 
 def columns(rows: Sequence[Row], run: RunFile) -> dict[str, list[float | None]]:
@@ -233,10 +225,6 @@ def _staleness(rows: Sequence[Row]) -> dict[str, int]:
     """Samples by their age."""
     counts = Counter(int(age) for row in rows for age in row.get("staleness", []))
     return {str(age): counts[age] for age in sorted(counts)}
-
-
-def _since(run: RunFile, rows: Sequence[Row]) -> float:
-    return float(rows[-1]["time"]) - run.started_at if rows else 0.0
 
 
 def _thinned(rows: list[Row], most: int) -> list[Row]:

@@ -85,13 +85,6 @@ def render(runs: Sequence[RunPage], live: Live | None = None) -> str:
     return page
 
 
-def check_runs(folders: list[Path]) -> None:
-    """Raises ConfigError where one of them is no run."""
-    missing = [str(folder) for folder in folders if not (folder / "run.json").exists()]
-    if missing:
-        raise ConfigError(f"{missing[0]!r} is no folder of a run (no run.json)")
-
-
 def _facts(run: RunPage) -> dict[str, object]:
     return run.facts | {"layouts": {name: layout(arrays) for name, arrays in run.arrays.items()}}
 
@@ -103,7 +96,6 @@ def _hash(content: str) -> str:
 def write_report(folders: list[Path], out: Path | None = None) -> Path:
     """Write a report of runs in whatever state to `out`, else `report.html` in the folder of the first. Raises
     ConfigError."""
-    check_runs(folders)
     path = out or folders[0] / "report.html"
     page = [gather(folder) for folder in folders]
     try:

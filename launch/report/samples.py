@@ -30,20 +30,24 @@ class SamplePage:
     arrays: Arrays
 
 
+def known_pieces(run: RunFile) -> Pieces:
+    """The texts of a run's tokens; their numbers, where the model is no longer there."""
+    try:
+        return Pieces(load_tokenizer(run.model_folder))
+    except (OSError, TokenizerError):
+        return Pieces(load_tokenizer(None))
+
+
 def gather_samples(folder: Path, run: RunFile) -> SamplePage:
     """The samples to show: of the episodes that were kept as many as fit, in whole groups, evenly spread over the
     run."""
     every = list(read_samples(folder))
     shown = chosen(every, MOST_TOKENS)
     trained = read_trained(folder)
-    try:
-        tokenizer = load_tokenizer(run.model_folder)
-    except (OSError, TokenizerError):  # the model is no longer there: numbers can be shown all the same
-        tokenizer = load_tokenizer(None)
 
     ids = np.array([id for sample in shown for id in sample.token_ids], np.uint32)
     vocabulary, places = np.unique(ids, return_inverse=True)
-    pieces = Pieces(tokenizer)
+    pieces = known_pieces(run)
     facts = {
         "kept": len(every),
         "episodes": [_episode(sample, trained.get(sample.ticket_id), pieces) for sample in shown],
@@ -56,11 +60,10 @@ def gather_samples(folder: Path, run: RunFile) -> SamplePage:
         "logp": _thousandths([value for sample in shown for value in sample.logp]),
         "version": np.array([version for sample in shown for version in sample.versions], np.int32),
     }
-    for name, kind in (("ratio", "log_ratio"), ("entropy", "entropy")):
+    for name, kind in (("ratio", "log_ratio"), ("entropy", "entropy"), ("advantage", "advantage")):
         columns = [_spread(sample, trained.get(sample.ticket_id), kind) for sample in shown]
-        arrays[name] = _thousandths(np.concatenate(columns) if columns else [])
-    advantages = [_spread(sample, trained.get(sample.ticket_id), "advantage") for sample in shown]
-    arrays["advantage"] = np.concatenate(advantages).astype(np.float32) if advantages else np.zeros(0, np.float32)
+        known = np.concatenate(columns) if columns else np.zeros(0)
+        arrays[name] = known.astype(np.float32) if name == "advantage" else _thousandths(known)
     return SamplePage(facts, arrays)
 
 

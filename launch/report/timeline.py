@@ -180,20 +180,50 @@ class Builder:
             case m.Pulse() as pulse:
                 self._pulse(pulse, source)
 
-            case m.ProcessStarted() | m.ProcessDied() | m.RunEnded() | m.Published() as event:
-                self._mark(event, now, source)
-            case m.SpanBegan() | m.SpanEnded() | m.LoadBegan() | m.LoadEnded() as event:
-                self._span(event, now, source)
-            case m.SamplingBegan() | m.FirstToken() | m.SamplingEnded() as event:
-                self._sampling(event, now, source)
+            case m.ProcessStarted(role, index, incarnation):
+                if incarnation:
+                    self._marks.append((now, "restart", f"{role}.{index}", f"incarnation {incarnation}"))
+            case m.ProcessDied(role, index, _, how):
+                self._marks.append((now, "death", f"{role}.{index}", how))
+                if lane := self._lanes.get((role, index)):
+                    self._abandon(lane, now)
+
+            case m.RunEnded(reason):
+                self._marks.append((now, "end", "", reason))
+            case m.Published(_, version):
+                self._marks.append((now, "weights", f"{source.role}.{source.index}", f"version {version}"))
             case event:
-                self._episode(event, now, source)
+                self._bar(event, now, source)
 
     def _pulse(self, pulse: m.Pulse, source: Source) -> None:
         self._pulses[source] = pulse
         if pulse.longest.seconds > self._longest.get(source, m.Wait()).seconds:
             step = pulse.longest.step if pulse.longest.step > 0 else self._step
             self._longest[source] = structs.replace(pulse.longest, step=step)
+
+    def _bar(self, event: m.TraceEvent, now: float, source: Source) -> None:
+        """Spans, loads and requests have a row each; what an episode does is in its own."""
+        match event:
+            case m.SpanBegan(name, step):
+                self._step = max(self._step, step + 1)
+                kind = self._kinds.setdefault(name, len(self._kinds))
+                self._begin((source, name), kind, max(0, step), now, source)
+            case m.SpanEnded(name):
+                self._end((source, name), now)
+            case m.LoadBegan(_, version):
+                self._begin((source, "load"), _KIND["load"], max(0, version), now, source)
+            case m.LoadEnded():
+                self._end((source, "load"), now)
+
+            case m.SamplingBegan(ticket, request):
+                self._begin((source, request), _KIND["prefill"], ticket, now, source)
+            case m.FirstToken(_, request):
+                if bar := self._close((source, request), now):
+                    self._open[source, request] = replace(bar, begin=now, kind=_KIND["decode"])
+            case m.SamplingEnded(_, request):
+                self._end((source, request), now)
+            case event:
+                self._episode(event, now, source)
 
     def _episode(self, event: m.TraceEvent, now: float, source: Source) -> None:
         match event:
@@ -210,42 +240,25 @@ class Builder:
 
             case m.EpisodeEnded(ticket):
                 self._close(("part", ticket), now)
-                if bar := self._seats.pop(ticket, None):
-                    self._episodes.add(bar, now)
-                    bar.lane.give(bar.row)
+                self._leave_seat(ticket, now)
+
+    def _begin(self, key: tuple[Any, ...], kind: int, ref: int, now: float, source: Source) -> None:
+        lane = self._lane(source)
+        self._open[key] = OpenBar(lane, lane.take(), now, kind, ref)
+
+    def _end(self, key: tuple[Any, ...], now: float) -> None:
+        if bar := self._close(key, now):
+            bar.lane.give(bar.row)
 
     def _part(self, ticket: int, kind: str, now: float) -> None:
         """What an episode does from now on, in its row."""
         if seat := self._seats.get(ticket):
             self._open["part", ticket] = OpenBar(seat.lane, seat.row, now, _KIND[kind], ticket)
 
-    def _sampling(self, event: m.SamplingBegan | m.FirstToken | m.SamplingEnded, now: float, source: Source) -> None:
-        key = (source, event.request)
-        if isinstance(event, m.SamplingBegan):
-            lane = self._lane(source)
-            self._open[key] = OpenBar(lane, lane.take(), now, _KIND["prefill"], event.ticket)
-        elif isinstance(event, m.FirstToken):
-            if bar := self._close(key, now):
-                self._open[key] = replace(bar, begin=now, kind=_KIND["decode"])
-        elif bar := self._close(key, now):
-            bar.lane.give(bar.row)
-
-    def _span(self, event: m.SpanBegan | m.SpanEnded | m.LoadBegan | m.LoadEnded, now: float, source: Source) -> None:
-        if isinstance(event, m.LoadBegan | m.LoadEnded):
-            name = "load"
-            ref = event.version
-        else:
-            name = event.name
-            ref = event.step
-            self._step = max(self._step, ref + 1)
-
-        key = (source, name)
-        if isinstance(event, m.SpanBegan | m.LoadBegan):
-            lane = self._lane(source)
-            kind = self._kinds.setdefault(name, len(self._kinds))
-            self._open[key] = OpenBar(lane, lane.take(), now, kind, max(0, ref))
-        elif bar := self._close(key, now):
-            bar.lane.give(bar.row)
+    def _leave_seat(self, ticket: int, now: float) -> None:
+        if seat := self._seats.pop(ticket, None):
+            self._episodes.add(seat, now)
+            seat.lane.give(seat.row)
 
     def _close(self, key: tuple[Any, ...], now: float) -> OpenBar | None:
         bar = self._open.pop(key, None)
@@ -253,39 +266,15 @@ class Builder:
             self._parts.add(bar, now)
         return bar
 
-    def _mark(
-        self,
-        event: m.ProcessStarted | m.ProcessDied | m.RunEnded | m.Published,
-        now: float,
-        source: Source,
-    ) -> None:
-        match event:
-            case m.ProcessStarted(role, index, incarnation):
-                if incarnation:
-                    self._marks.append((now, "restart", f"{role}.{index}", f"incarnation {incarnation}"))
-            case m.ProcessDied(role, index, _, how):
-                self._marks.append((now, "death", f"{role}.{index}", how))
-                if lane := self._lanes.get((role, index)):
-                    self._abandon(lane, now)
-            case m.RunEnded(reason):
-                self._marks.append((now, "end", "", reason))
-            case m.Published(_, version):
-                self._marks.append((now, "weights", f"{source.role}.{source.index}", f"version {version}"))
-
     def alarm(self, alarm: RaisedAlarm) -> None:
         self._marks.append((alarm.time - self._started, "alarm", "", f"{alarm.name}: {alarm.detail}"))
 
     def _abandon(self, lane: Lane | None, now: float) -> None:
         """What a dead process had begun ends here; without a lane: what the whole trace leaves open."""
         for key in [key for key, bar in self._open.items() if lane in (None, bar.lane)]:
-            bar = self._open[key]
-            self._close(key, now)
-            if key[0] != "part":
-                bar.lane.give(bar.row)
+            (self._close if key[0] == "part" else self._end)(key, now)
         for ticket in [ticket for ticket, bar in self._seats.items() if lane in (None, bar.lane)]:
-            bar = self._seats.pop(ticket)
-            self._episodes.add(bar, now)
-            bar.lane.give(bar.row)
+            self._leave_seat(ticket, now)
 
     def _lane(self, source: Source) -> Lane:
         return self._lanes.setdefault((source.role, source.index), Lane())

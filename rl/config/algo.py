@@ -68,8 +68,8 @@ class AlgoConfig(Section):
     """A registered estimator (`algos/advantages.py`) or an importable `package.module:Name`, or with options as
     `{name: {option: value}}`; null: the loss's own."""
     aggregation: Literal["token", "sequence", "constant"] | None = None
-    """From tokens to a minibatch's loss: mean over tokens, over samples' means, or of samples' sums over the most
-    tokens an episode can have; null: the loss's own."""
+    """A minibatch's loss: mean over tokens, over samples' means, or of samples' sums over the most tokens an episode
+    can have; null: the loss's own."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     mask_truncated: bool = False

@@ -93,8 +93,8 @@ class GeneratorConfig(Section):
     max_num_seqs: int = Field(64, ge=1, le=1_000_000)
     """Sequences decoded together by one engine."""
     on_update: Literal["recompute", "keep", "abort", "drain"] = "recompute"
-    """What a weight update does to running requests: compute their context again, keep its cache, begin them anew, or
-    wait for their end, at most 30 s."""
+    """What a weight update does to running requests: recompute their context, keep its cache, begin anew, or wait for
+    their end, at most 30 s."""
     threads: Annotated[int, Where("vllm on CPUs")] = Field(1, ge=1)
     """CPU threads of one engine."""
     options: dict[str, Any] = Field(default_factory=dict)

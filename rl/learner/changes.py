@@ -18,7 +18,7 @@ from rl.config.damage import read_lines
 from rl.config.schema import LearnerConfig
 from rl.store.checkpoint_folder import drop_behind, steps_of
 
-FILE = "changes.jsonl"
+CHANGES = "changes.jsonl"
 WISH = "wish.json"
 SETTABLE = tuple(f"learner.{name}" for name in ("lr", "warmup_steps", "schedule", "min_lr_fraction", "max_grad_norm"))
 """Fields that every step reads anew."""
@@ -33,7 +33,7 @@ class Change(msgspec.Struct):
 
 
 def read_changes(run_folder: Path) -> list[Change]:
-    return list(read_lines(run_folder / FILE, Change))
+    return list(read_lines(run_folder / CHANGES, Change))
 
 
 def set_at(changes: list[Change], step: int) -> Mapping[str, Any]:
@@ -57,8 +57,7 @@ def settle(config: LearnerConfig, began: LearnerConfig, sets: Mapping[str, Any])
 
 def reachable(run_folder: Path) -> dict[int, Path]:
     """The checkpoints to which a run can go back, by step."""
-    known = steps_of(run_folder / "checkpoints")
-    return {step: known[step] for step in sorted(known)[-_REACH:]}
+    return dict([*steps_of(run_folder / "checkpoints").items()][-_REACH:])
 
 
 def unfinished(run_folder: Path, timeline: int) -> int | None:
@@ -80,15 +79,14 @@ def take_wish(run_folder: Path, step: int, timeline: int, *, may_undo: bool = Tr
     except msgspec.MsgspecError:
         path.unlink(missing_ok=True)  # nobody could ask for anything any more
         return None
-    known = reachable(run_folder) if may_undo else {}
-    if wish.undo is not None and (wish.undo >= step or wish.undo not in known):
-        path.unlink(missing_ok=True)  # a checkpoint has come meanwhile, and that one is out of reach
-        return None
 
-    change = Change(step if wish.undo is None else wish.undo, timeline + (wish.undo is not None), wish.sets, wish.undo)
-    with (run_folder / FILE).open("ab") as file:
-        file.write(msgspec.json.encode(change) + b"\n")
-    if change.undo is not None:
-        drop_behind(run_folder / "checkpoints", change.undo)
-    path.unlink(missing_ok=True)
+    change = None
+    undo = wish.undo
+    if undo is None or (may_undo and undo < step and undo in reachable(run_folder)):
+        change = Change(step if undo is None else undo, timeline + (undo is not None), wish.sets, undo)
+        with (run_folder / CHANGES).open("ab") as file:
+            file.write(msgspec.json.encode(change) + b"\n")
+        if undo is not None:
+            drop_behind(run_folder / "checkpoints", undo)
+    path.unlink(missing_ok=True)  # also where a checkpoint has come meanwhile, and that one is out of reach
     return change

@@ -26,8 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl.config.schema import Config
 from rl.learner import checkpoint
 from rl.learner.apart import bring_out, ranks_apart
-from rl.learner.changes import FILE as CHANGES
-from rl.learner.changes import WISH, reachable, read_changes, set_at, settle, take_wish
+from rl.learner.changes import CHANGES, WISH, reachable, read_changes, set_at, settle, take_wish
 from rl.learner.credit import all_reduce, gathered
 from rl.learner.guards import ExactCheck, StepGuards
 from rl.learner.model_card import texts_beside
@@ -198,11 +197,10 @@ class Learner:
 
     def note_version(self, client: Client, n: int) -> None:
         """For a replay: what the weights of version `n` are."""
-        if self.config.tracking.replay == "off":
-            return
-        tensors = tensor_digests(self.trainer.weights.trainable())
-        if self.digests is not None:
-            self.digests.write(VersionDigests(client.timeline, n, tensors))
+        if self.config.tracking.replay != "off":
+            tensors = tensor_digests(self.trainer.weights.trainable())
+            if self.digests is not None:
+                self.digests.write(VersionDigests(client.timeline, n, tensors))
 
     def save(self, client: Client, step: int) -> None:
         """A checkpoint with the broker's journal at this version."""

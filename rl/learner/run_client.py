@@ -229,8 +229,8 @@ class RunClient(Client):
         self._batch_parts = open_socket(zmq.ROUTER, self.run, "batches", self.rank, bind=True)
         self._publications = Publications(self.run.folder, self.run.timeline)
 
-        undone = unfinished(self.run.folder, self._publications.timeline) is not None
-        self._anew = undone  # what is published next was taken back
+        self._anew = unfinished(self.run.folder, self._publications.timeline) is not None
+        """Whether what is published next was taken back."""
         self._requested = first_step - 1  # the newest batch asked for
 
         self._broker: BrokerLine | None = None
@@ -287,8 +287,7 @@ class RunClient(Client):
     def go_back(self, n: int) -> None:
         """Version `n` is published next, in a new timeline, and batch `n` is the next one."""
         self._anew = True
-        self._step = n - 1
-        self._requested = n - 1
+        self._step = self._requested = n - 1
         if self._broker is not None:
             self._broker.forget()
 

@@ -137,14 +137,19 @@ def accumulate_gradients(
         output = policy(pack, temperature=temperature, entropy_gradient=algorithm.entropy_gradient)
 
         inputs = loss_inputs(pack, output, needs_proximal=algorithm.needs_proximal, first_step=first_step)
-        result = algorithm.regularisation(inputs, algorithm.correction(inputs, algorithm.loss))
-        total = (inputs.masked(result.per_token) * pack.token_weights).sum()
+        result, total = objective(algorithm, inputs, pack)
         (total * (world_size / max(1, global_tokens))).backward()
         stats.diagnostics.update(inputs, result, pack.layout.counted)
         stats.routing.add(output.routing)
         with torch.no_grad():
             observe(pack, inputs, result)
     return stats
+
+
+def objective(algorithm: Algorithm, inputs: LossInputs, pack: Pack) -> tuple[LossResult, Tensor]:
+    """What the loss says of a pack, and the sum that is to become smaller."""
+    result = algorithm.regularisation(inputs, algorithm.correction(inputs, algorithm.loss))
+    return result, (inputs.masked(result.per_token) * pack.token_weights).sum()
 
 
 def with_logp(policy: FrozenPolicy, packs: Iterable[Pack], column: str, *, temperature: float) -> list[Pack]:

@@ -127,6 +127,10 @@ class Alarms:
         if name not in self._config.off:
             self._tell(name, detail)
 
+    def check_above(self, name: str, limit: str, value: float, detail: str) -> None:
+        """`check` of a value that may be as large as this limit of the alarm, and no larger."""
+        self.check(name, value > self.limit(name, limit), detail)
+
 
 class Clock:
     """How far the wall clock has jumped against the monotonic one since it was last read; both in seconds."""

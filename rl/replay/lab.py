@@ -20,8 +20,6 @@ from rl.learner.credit import all_reduce, gathered
 from rl.replay.watch import Watch
 from rl.wire.messages import BatchPart, SampleRow
 
-Pulls = tuple[list[float], list[int]]
-"""Of a sample's loss tokens, and their ages."""
 _MOST_REWARDS = 6  # values of a reward that are told one by one
 
 
@@ -29,9 +27,9 @@ _MOST_REWARDS = 6  # values of a reward that are told one by one
 class FirstStep:
     cosine: dict[str, float] = field(default_factory=dict)
     """Of its gradient with those that were computed before, by their name."""
-    by_age: dict[str, float] = field(default_factory=dict)
+    by_age: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """The share of the whole pull, whatever its sign, by the age of the token."""
-    by_reward: dict[str, float] = field(default_factory=dict)
+    by_reward: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     samples: dict[int, float] = field(default_factory=dict)
     """The share of each sample, by its row in the batch; negative where it becomes less likely."""
     tokens: dict[int, list[float]] = field(default_factory=dict)
@@ -41,20 +39,19 @@ class FirstStep:
 def first_step(watch: Watch, part: BatchPart) -> FirstStep:
     """All ranks call it together, and rank 0 learns of every sample."""
     own = {member: (table["pull"].tolist(), table["age"].long().tolist()) for member, table in watch.tokens.items()}
-    told = [msgspec.msgpack.decode(each, type=dict[int, Pulls]) for each in gathered(msgspec.msgpack.encode(own))]
-    every = {member: found for each in told for member, found in each.items()}
-
+    told = [msgspec.msgpack.decode(each) for each in gathered(msgspec.msgpack.encode(own))]
+    every = dict(sorted((member, found) for each in told for member, found in each.items()))
     total = sum(abs(pull) for pulls, _ in every.values() for pull in pulls) or 1.0
-    by_age: defaultdict[str, float] = defaultdict(float)
-    by_reward: defaultdict[str, float] = defaultdict(float)
+
+    first = FirstStep()
     name_of = rewards_by_name(part.rows)
-    for member in sorted(every):
-        for pull, age in zip(*every[member], strict=True):
-            by_age[str(age)] += abs(pull) / total
-            by_reward[name_of[member]] += abs(pull) / total
-    tokens = {member: every[member][0] for member in sorted(every)}
-    samples = {member: sum(pulls) / total for member, pulls in tokens.items()}
-    return FirstStep({}, dict(by_age), dict(by_reward), samples, tokens)
+    for member, (pulls, ages) in every.items():
+        first.tokens[member] = pulls
+        first.samples[member] = sum(pulls) / total
+        for pull, age in zip(pulls, ages, strict=True):
+            first.by_age[str(age)] += abs(pull) / total
+            first.by_reward[name_of[member]] += abs(pull) / total
+    return first
 
 
 def rewards_by_name(rows: Sequence[SampleRow]) -> list[str]:

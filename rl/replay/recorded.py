@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from rl.config.schema import Config, ConfigError, LearnerConfig, overridden
 from rl.config.tree import differing
 from rl.learner.changes import read_changes, set_at
 from rl.store.batch_files import FOLDER, read_batch_part, steps_kept
-from rl.store.checkpoint_folder import read_meta, steps_of
+from rl.store.checkpoint_folder import steps_of
 from rl.store.version_digests import read_version_digests
 from rl.wire.messages import OF_SEQUENCES, BatchPart
 from rl.wire.run import RunFile
@@ -42,20 +41,18 @@ class Recorded:
         if not self.steps:
             raise ConfigError(f"{str(folder)!r}: no batch in {folder / FOLDER}; run it with tracking.replay=full")
 
+        self.ranks = range(0, self.config.learner.ranks, self.config.learner.context_parallel)
+        """Those that had different samples: of ranks that computed together the first."""
+
         self._changes = read_changes(folder)
         self.digests = read_version_digests(folder)
         rows = read_lines(folder / "metrics.jsonl", dict[str, Any])
-        steps = (row for row in rows if "train/loss" in row and isinstance(row.get("step"), int))
-        self.metrics = {row["step"]: row for row in steps}
+        self.metrics = {row["step"]: row for row in rows if "train/loss" in row and isinstance(row.get("step"), int)}
 
-    def __reduce__(self) -> tuple[type[Recorded], tuple[Path]]:
-        """Another process reads the folder itself, and so registers what the run has registered."""
-        return Recorded, (self.folder,)
-
-    @property
-    def ranks(self) -> range:
-        """Those that had different samples: of ranks that computed together the first."""
-        return range(0, self.config.learner.ranks, self.config.learner.context_parallel)
+        start = self.run.start_step
+        own = {step: path for step, path in steps_of(folder / "checkpoints").items() if step >= start}
+        self._states: dict[int, Path | None] = {start: self.config.resume, **own}
+        """What a replay can begin with, by step: checkpoints, and at the first step what the run began with."""
 
     def sets(self, step: int, config: LearnerConfig) -> dict[str, Any]:
         """What `fresco set` had set when batch `step` was trained, but for what this configuration changes itself."""
@@ -63,8 +60,12 @@ class Recorded:
         return {name: value for name, value in set_at(self._changes, step).items() if name.partition(".")[2] not in own}
 
     def span(self, first: int | None, last: int | None) -> tuple[int, int]:
-        """The steps to train again, the second one excluded. Raises ConfigError for batches that are not there."""
-        begin = self._earliest() if first is None else first
+        """The steps to train again, the second one excluded. Raises ConfigError for batches that are not there.
+
+        The first step is the earliest of which batch and state are there, unless it is given.
+        """
+        earliest = min((step for step in self._states if step in self.steps), default=self.steps[0])
+        begin = earliest if first is None else first
         end = self.steps[-1] + 1 if last is None else last
         missing = set(range(self.state_before(begin)[1], end)) - {*self.steps}
         if begin >= end or missing:
@@ -73,25 +74,17 @@ class Recorded:
             raise ConfigError(f"{str(self.folder)!r}: {wanted}; {there} (tracking.replay=full keeps all)")
         return begin, end
 
-    def _earliest(self) -> int:
-        """The first step of which batch and state are there."""
-        states = [self.run.start_step, *steps_of(self.folder / "checkpoints")]
-        return min((step for step in states if step in self.steps), default=self.steps[0])
-
     def state_before(self, step: int) -> tuple[Path | None, int]:
-        """The newest checkpoint that is not behind this step, and its own; None: the start model. Raises
-        ConfigError."""
-        own = steps_of(self.folder / "checkpoints")
-        newest = max((n for n in own if n <= step), default=-1)
-        if newest >= self.run.start_step:
-            return own[newest], newest
-        if step < self.run.start_step:
+        """The newest state that is not behind this step, and its own; None: the start model. Raises ConfigError."""
+        at = max((n for n in self._states if n <= step), default=None)
+        if at is None:
             raise ConfigError(f"--from {step}: the run begins at step {self.run.start_step}")
-        began = self.config.resume
-        if began is not None and not began.exists():
-            later = f"take --from {min(own)}" if own else "put it back there"
-            raise ConfigError(f"{began}, which the run began with, is not there any more; {later}")
-        return began, self.run.start_step if began is None else read_meta(began).step
+        saved = self._states[at]
+        if saved is not None and not saved.exists():
+            later = [n for n in self._states if n > at]
+            remedy = f"take --from {min(later)}" if later else "put it back there"
+            raise ConfigError(f"{saved}, which the run began with, is not there any more; {remedy}")
+        return saved, at
 
     def part(self, step: int, rank: int, ranks: int) -> BatchPart:
         """What one of so many ranks trains. Raises FileNotFoundError, Damaged."""
@@ -108,13 +101,6 @@ class Recorded:
                 counts = ", ".join(sorted(COUNTS))
                 raise ConfigError(f"{item}: a replay trains what was sampled; what counts is algo and {counts}")
         return overridden(self.config.model_dump(mode="json"), overrides)
-
-    def differing(self, n: int, values: Mapping[str, float]) -> dict[str, tuple[float, float | None]]:
-        """The metrics of the step that made version n which came out otherwise: what was computed, and what stands in
-        the run's row."""
-        row = self.metrics.get(n, {})
-        both = {name: (value, row[name]) for name, value in values.items() if name in row}
-        return {name: pair for name, pair in both.items() if (pair[0] if math.isfinite(pair[0]) else None) != pair[1]}
 
 
 def dealt(parts: Sequence[BatchPart], rank: int, ranks: int) -> BatchPart:

@@ -11,6 +11,7 @@ from torch import Tensor
 from algos.types import LossInputs, LossResult
 from rl.learner.tensor_digests import place_digests, tensor_digests
 from rl.learner.trainer import Trainer
+from rl.learner.update import objective
 from rl.models.packing import Pack
 from rl.models.protocol import local
 
@@ -21,32 +22,29 @@ TRAIL = ("advantages", "weights", "log-probabilities", "entropy", "loss")
 class Watch:
     """The observer of one rank's trainer. `tokens`: by row of the batch a table (values, L loss tokens), in float64."""
 
-    tokens: dict[int, dict[str, Tensor]]
-    gradient: list[tuple[str, Tensor]]
-
     def __init__(self, trainer: Trainer) -> None:
         self._algorithm = trainer.algorithm
+        self._named = list(trainer.weights.trainable())
         self.begin(deep=False)
-        named = list(trainer.weights.trainable())
-
-        def first_gradient(*_: Any) -> None:
-            if self._deep and not self.gradient:
-                self.gradient = [(name, each.grad.clone()) for name, each in named if each.grad is not None]
-
         trainer.observed_by(self)
-        trainer.optimizer.adamw.register_step_pre_hook(first_gradient)
+        trainer.optimizer.adamw.register_step_pre_hook(self._before_step)
 
     def begin(self, *, deep: bool) -> None:
         """A step. deep: whether gradient, pulls and what leads to the trail are looked at as well."""
         self._deep = deep
-        self.tokens = {}
-        self.gradient = []
+        self.tokens: dict[int, dict[str, Tensor]] = {}
+        self.gradient: list[tuple[str, Tensor]] = []
+
+    def _before_step(self, *_: Any) -> None:
+        """Keep the gradient of the first one."""
+        if self._deep and not self.gradient:
+            self.gradient = [(name, each.grad.clone()) for name, each in self._named if each.grad is not None]
 
     def __call__(self, pack: Pack, inputs: LossInputs, result: LossResult) -> None:
         assert pack.layout is not None
         if not pack.members:
             return
-        found = {"log-probabilities": inputs.logp_current, "behavior": inputs.logp_behavior}
+        found = {"log-probabilities": inputs.logp_current}
         if self._deep:
             found |= {"advantages": inputs.advantages, "weights": pack.token_weights, "entropy": inputs.entropy}
             found |= {"loss": result.per_token, "age": inputs.staleness, "pull": self._pull(pack, inputs)}
@@ -62,9 +60,7 @@ class Watch:
         with torch.enable_grad():
             logp = inputs.logp_current.detach().requires_grad_()
             again = replace(inputs, logp_current=logp, entropy=inputs.entropy.detach())
-            algorithm = self._algorithm
-            result = algorithm.regularisation(again, algorithm.correction(again, algorithm.loss))
-            total = (again.masked(result.per_token) * pack.token_weights).sum()
+            _, total = objective(self._algorithm, again, pack)
             return -torch.autograd.grad(total, logp)[0] if total.requires_grad else torch.zeros_like(logp)
 
     def trail(self) -> dict[str, str]:

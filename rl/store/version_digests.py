@@ -6,7 +6,6 @@ them. Of lines with the same n the last counts, and a new timeline ends what was
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -22,9 +21,9 @@ class VersionDigests(msgspec.Struct):
     tensors: dict[str, str]
 
 
-def read_version_digests(run_folder: Path) -> dict[int, Mapping[str, str]]:
+def read_version_digests(run_folder: Path) -> dict[int, dict[str, str]]:
     """The digests by version, as far as they can be read."""
-    found: dict[int, Mapping[str, str]] = {}
+    found: dict[int, dict[str, str]] = {}
     timeline = 0
     for line in read_lines(run_folder / FILE, VersionDigests):
         if line.timeline != timeline:

@@ -54,12 +54,24 @@ _REPEATED = 256  # last words to the supervisor, of which some may be lost with 
 
 M = TypeVar("M")
 
+_began_under = os.getppid()
+"""The parent at the start of this process, as early as this module can know it."""
+
+
+def _has_forked() -> None:
+    global _began_under
+    _began_under = os.getppid()
+
+
+os.register_at_fork(after_in_child=_has_forked)
+
 
 def die_with_parent(parent: int | str | None = None) -> None:
-    """The kernel kills this process when its parent ends (Linux): the process `parent`, else $FRESCO_PARENT_PID."""
+    """The kernel kills this process when its parent ends (Linux): the process `parent`, else $FRESCO_PARENT_PID, else
+    the one under which it began. Where that is gone already, it ends here."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = parent or os.environ.get("FRESCO_PARENT_PID")
-    if parent is not None and os.getppid() != int(parent):
+    parent = parent or os.environ.get("FRESCO_PARENT_PID") or _began_under
+    if os.getppid() != int(parent):
         print(f"the parent, process {parent}, died at once, or a wrapper forked", file=sys.stderr, flush=True)
         os._exit(1)
 

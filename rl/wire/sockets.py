@@ -118,7 +118,8 @@ class Connection(zmq.Socket[bytes]):
         """Count handshakes from now on; to be called before it connects."""
         address = f"inproc://handshakes-{next(_UNIQUE)}"
         self.monitor(address, zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self.news = self.context.socket(zmq.PAIR)
+        # Not by `context.socket`: whoever destroys the context must not close it before this socket, which does so.
+        self.news = zmq.Socket(self.context, zmq.PAIR)
         self.news.rcvhwm = 0  # ZeroMQ's own thread writes here, and must never wait for somebody to read
         self.news.connect(address)
 

@@ -93,8 +93,8 @@ class BatchGuards:
         self._failures(batch.step, stats.issued.episodes + failed, failed)
 
         stale = batch.metrics.get("staleness/mean", 0.0)
-        limit = self._alarms.limit("old-samples", "versions")
-        self._check("old-samples", stale > limit, f"{stale:.1f} versions on average in step {batch.step}")
+        found = f"{stale:.1f} versions on average in step {batch.step}"
+        self._alarms.check_above("old-samples", "versions", stale, found)
         self._task_guards.batch(batch.step, list(groups.values()), stats)
         self._outliers.batch(batch.step, batch.samples)
 
@@ -105,13 +105,14 @@ class BatchGuards:
 
     def ended(self, record: GroupRecord) -> None:
         """A group has ended, in whatever way."""
-        self._task_guards.ended(record)
+        failed = record.end == _FAILED
+        self._check("failing-task", failed, f"task {record.task_index} failed in every attempt at a sample")
 
     def evaluated(self, report: EvalReport) -> None:
         attempted = report.tasks * report.samples
         share = report.failed / attempted
         found = f"{share:.0%} of {attempted} held-out episodes at version {report.version.n} have no answer"
-        self._check("eval-incomplete", share > self._alarms.limit("eval-incomplete", "share"), found)
+        self._alarms.check_above("eval-incomplete", "share", share, found)
 
     def _judge(self, batch: EmitBatch) -> None:
         outcomes = [sample.outcome for sample in batch.samples]
@@ -127,8 +128,7 @@ class BatchGuards:
 
         cut = sum(outcome.payload is not None and outcome.payload.stop_reason != "done" for outcome in outcomes)
         share = cut / len(outcomes)
-        limit = self._alarms.limit("truncated", "share")
-        self._check("truncated", share > limit, f"{share:.0%} of the episodes of step {batch.step}")
+        self._alarms.check_above("truncated", "share", share, f"{share:.0%} of the episodes of step {batch.step}")
 
     def _tasks(self, step: int, tasks: list[int]) -> None:
         """Check the tasks of a seeded order: a task comes again only after the others, or where its step was taken
@@ -145,8 +145,8 @@ class BatchGuards:
         """ended: attempts since the start of the run, `failed` of them without a result."""
         attempts = ended - self._ended
         share = (failed - self._failed) / max(1, attempts)
-        limit = self._alarms.limit("failing-episodes", "share")
-        self._check("failing-episodes", share > limit, f"{share:.0%} of {attempts} attempts before step {step}")
+        found = f"{share:.0%} of {attempts} attempts before step {step}"
+        self._alarms.check_above("failing-episodes", "share", share, found)
         self._ended = ended
         self._failed = failed
 
@@ -229,7 +229,7 @@ class _Type:
 class TaskGuards:
     """What batches say about types of tasks, about the form of answers, and about what redundancy cuts.
 
-    They are those of one run, and hear every batch and every group's end, in order.
+    They are those of one run, and hear every batch, in order.
     """
 
     def __init__(self, alarms: Alarms) -> None:
@@ -249,10 +249,6 @@ class TaskGuards:
         self._check_text(step, samples)
         self._check_length(step, samples)
         self._check_cut(step, stats)
-
-    def ended(self, record: GroupRecord) -> None:
-        failed = record.end == NAMES[State.FAILED]
-        self._check("failing-task", failed, f"task {record.task_index} failed in every attempt at a sample")
 
     def _count(self, members: list[BatchSample]) -> None:
         """A task whose reward is not known has not succeeded: a judge may be silent about one type alone."""
@@ -285,8 +281,7 @@ class TaskGuards:
             return
 
         share = fmean(shares)
-        unreadable = share > self._alarms.limit("unreadable", "share")
-        self._check("unreadable", unreadable, f"{share:.0%} of the answers of step {step}")
+        self._alarms.check_above("unreadable", "share", share, f"{share:.0%} of the answers of step {step}")
 
         room = _FIRST_SAMPLES - len(self._first)
         self._first += shares[:room]
@@ -295,8 +290,7 @@ class TaskGuards:
             first = fmean(self._first)
             last = fmean(self._last)
             found = f"{first:.0%} of the first answers, {last:.0%} of those up to step {step}"
-            risen = last - first > self._alarms.limit("invalid-actions", "rise")
-            self._check("invalid-actions", risen, found)
+            self._alarms.check_above("invalid-actions", "rise", last - first, found)
 
     def _check_text(self, step: int, samples: list[BatchSample]) -> None:
         textless = sum(sample.outcome.info.get(TEXTLESS, 0.0) for sample in samples)
@@ -309,8 +303,7 @@ class TaskGuards:
         played = [sample.outcome.payload for sample in samples if sample.outcome.payload is not None]
         ends = [turn.finish_reason for trajectory in played for turn in trajectory.turns]
         share = ends.count("length") / max(1, len(ends))
-        limit = self._alarms.limit("answers-cut", "share")
-        self._check("answers-cut", share > limit, f"{share:.0%} of those of step {step}")
+        self._alarms.check_above("answers-cut", "share", share, f"{share:.0%} of those of step {step}")
 
     def _check_cut(self, step: int, stats: Statistics) -> None:
         """Compare the lengths of what was cut. Those cut while they ran count with what they had by then: longer ones

@@ -128,14 +128,10 @@ class Intake:
             return "the learner's first version"
         if not core.servers.by_index:
             return "an environment server"
-        if late := self._late_servers():
+        if late := {index: order.waiting for (index, _), order in self._orders.items() if order.waiting}:
             return f"missing messages of environment servers {late}"
         groups = f"{core.groups.ready} of {core.rules.groups_per_batch} groups ready"
         return f"{core.servers.outstanding} episodes of the environment servers ({groups})"
-
-    def _late_servers(self) -> dict[int, int]:
-        """How many messages of each server wait for one before them."""
-        return {index: order.waiting for (index, _), order in self._orders.items() if order.waiting}
 
 
 @dataclass(slots=True, eq=False)
@@ -173,4 +169,5 @@ class Reorder(Generic[T]):
 
     @property
     def waiting(self) -> int:
+        """Messages that wait for one before them."""
         return len(self._early)

@@ -17,7 +17,6 @@ import gc
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterable
 from functools import partial
 
 import msgspec
@@ -27,7 +26,6 @@ from rl.config.damage import RESUME, reading
 from rl.config.failures import EndsRun
 from rl.observe.intervals import success_rates
 from rl.observe.trace import told_since
-from rl.observe.trace_events import TraceEvent
 from rl.store.batch_files import drop_unneeded, read_batch_part, write_batch_part
 from rl.store.checkpoint_folder import read_journal, steps_of
 from rl.wire import messages
@@ -248,7 +246,7 @@ class Broker:
         self.intake.rewards.clear()
         if since is not None:
             traced = told_since(self.process.run.folder, "broker", since)
-            self._trace(event for event in self.core.ledger.take_events() if event not in traced)
+            self.process.trace.add(*(event for event in self.core.ledger.take_events() if event not in traced))
 
         evals = self._evals.read_bytes().split(b"\n")[:-1] if self._evals.exists() else []
         with reading(self._evals, RESUME):
@@ -311,7 +309,8 @@ class Broker:
     def _settle(self) -> None:
         """The end of a turn."""
         self.log.flush()
-        self._trace(self.core.ledger.take_events())
+        # Only what the log has: nothing else may be told twice, by this incarnation and by the next.
+        self.process.trace.add(*self.core.ledger.take_events())
         self._carry_out_later()
         for rank, socket in enumerate(self.batches) if self._no_more else ():
             send(socket, no_batch(self.core.groups.e, self.core.groups.run.steps, self.core.timeline, rank))
@@ -326,10 +325,6 @@ class Broker:
         self._send_to_servers()
         if self.log.is_long:
             self.log.begin(keep(self.intake))
-
-    def _trace(self, events: Iterable[TraceEvent]) -> None:
-        """Trace only what the log has: nothing else may be told twice, by this incarnation and by the next."""
-        self.process.trace.add(*events)
 
     def _carry_out_later(self) -> None:
         later = self._later

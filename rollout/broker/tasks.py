@@ -36,15 +36,12 @@ class TaskSource(Protocol):
 
     def ended(self, record: GroupRecord) -> None:
         """A group has ended (trained, stale, filtered, settled, redundant or failed)."""
-        ...
 
     def state(self) -> Any:
         """Plain data for MessagePack, for the journal and for the broker's log: lists, not tuples or arrays."""
-        ...
 
     def restore(self, state: Any) -> None:
         """Go on as the one whose state this is. Raises ValueError for the state of another curriculum."""
-        ...
 
 
 class ShuffledTasks:
@@ -144,11 +141,9 @@ class Priority(Protocol):
 
     def issue(self, task: DrawnTask) -> float:
         """The priority of a group that is about to be queued."""
-        ...
 
     def consume(self, version: int, task: DrawnTask) -> float:
         """The priority of a finished group with v(group) = `version`."""
-        ...
 
 
 class Oldest:

@@ -15,22 +15,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from rl.wire import messages
 from rl.wire.columns import Scope, mismatch
-from rl.wire.messages import (
-    LARGEST_REWARD,
-    BatchRequest,
-    EvalRequest,
-    FirstToken,
-    Message,
-    ProtocolError,
-    Published,
-    SaveRequest,
-    Ticket,
-    TokenSequence,
-    Trajectory,
-    Usage,
-    Version,
-)
+from rl.wire.messages import LARGEST_REWARD, Message, ProtocolError, Ticket, TokenSequence, Trajectory, Version
 from rl.wire.run import RunFile
 
 NOT_LIVE = "its ticket has ended, or never was"
@@ -203,11 +190,11 @@ def _number_faults(trajectory: Trajectory) -> Iterator[str]:
 def check_report(message: Message, newest: Version, max_model_len: int) -> None:
     """Raises ProtocolError for what no proxy would report now. newest: the newest version that there can be."""
     match message:
-        case Usage(_, tokens):
+        case messages.Usage(_, tokens):
             most = max_model_len * (newest.n + 2)  # an update may begin a response anew
             if not 0 <= tokens <= most:
                 raise ProtocolError(f"Usage of {tokens} tokens: one request samples at most {most}")
-        case FirstToken(version=version):
+        case messages.FirstToken(version=version):
             if version > newest or version.n < 0:
                 raise ProtocolError(f"FirstToken of version {version.timeline}.{version.n}, which is not out yet")
 
@@ -215,13 +202,13 @@ def check_report(message: Message, newest: Version, max_model_len: int) -> None:
 def check_wish(message: Message, n: int, e: int, eval_tasks: int) -> None:
     """Raises ProtocolError for what no learner would say now. n: the published version; e: assembled batches."""
     match message:
-        case BatchRequest(step):
+        case messages.BatchRequest(step):
             fits = 0 <= step <= e + 1  # one ahead
-        case Published(version):
+        case messages.Published(version):
             fits = version.timeline >= 0 and 0 <= version.n <= e
-        case EvalRequest(version, tasks):
+        case messages.EvalRequest(version, tasks):
             fits = 0 <= version.n <= e and 1 <= tasks <= eval_tasks
-        case SaveRequest(version, newest):
+        case messages.SaveRequest(version, newest):
             fits = n <= version.n <= e and 0 <= newest <= n
         case _:
             fits = False

@@ -53,13 +53,12 @@ def bridge_ids(
     last_id: int,
     calls: Sequence[ToolCall],
     messages: Sequence[ChatMessage],
-    closed: Closed | None = None,
+    closed: Closed,
 ) -> list[int]:
     """Ids between a turn that ended with `last_id` and called `calls`, and the turn after `messages`.
 
-    closed: as `closed_turn` said for these calls, where it is known. Raises BridgeRefused.
+    closed: as `closed_turn` said for these calls. Raises BridgeRefused.
     """
-    closed = closed or closed_turn(render, encode, calls)
     try:
         opened = render([_USER, _stand_in(calls), *messages], True)
     except ValueError as error:

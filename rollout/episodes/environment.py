@@ -114,18 +114,15 @@ class Environment(Protocol):
 
     async def reset(self, task: Any) -> list[ChatMessage]:
         """Begin the task; the messages that open the conversation, or an `Opening` with tools."""
-        ...
 
     async def step(self, action: str, truncated: bool = False) -> Step:
         """Apply the model's decoded text of this turn. Never raises for bad model output.
 
         `truncated`: it was cut off by `sampling.max_tokens` or by the full context, so it may end within a command.
         """
-        ...
 
     async def close(self) -> None:
         """Release what the episode holds; called exactly once, also after a failure or a cancel."""
-        ...
 
 
 @runtime_checkable
@@ -137,7 +134,6 @@ class FinishedOnDemand(Environment, Protocol):
 
         Its reward is added to that of the last turn; its `messages` and `done` say nothing.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -169,7 +165,6 @@ class Solvable(Environment, Protocol):
 
     async def gold(self) -> str | None:
         """What one who knows the solution writes in the next turn; None: nobody knows."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -212,11 +207,9 @@ class ForeignLoop(Protocol):
         What it raises before the model has answered fails the ticket, and the sample is tried again. Later it may be
         the answer's doing, and is a `RewardFailed`.
         """
-        ...
 
     async def close(self) -> None:
         """Release what the episode holds; called exactly once, also after a failure or a cancel."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -254,18 +247,14 @@ class EnvironmentFamily(Protocol):
 
     def task_count(self, split: str) -> int:
         """Tasks of `train` or `eval`."""
-        ...
 
     def task(self, split: str, index: int) -> Any:
         """The same task for the same (options, seed, split, index), in every process."""
-        ...
 
     async def start(self) -> None:
         """Start shared workers; called once in the server before the first episode."""
-        ...
 
     def make(self) -> Environment:
         """A fresh episode; a `ForeignLoop` from a family that says `foreign = True`."""
-        ...
 
     async def stop(self) -> None: ...

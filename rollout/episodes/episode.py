@@ -49,8 +49,7 @@ from rollout.episodes.hooks import GENERATE, STEP, EpisodeHooks
 from rollout.episodes.isolation import Overrun, isolated
 from rollout.episodes.parsing import TurnReader, mended
 from rollout.episodes.tokenizer import AgentTokenizer
-from rollout.episodes.turns import EpisodeFailed as EpisodeFailed
-from rollout.episodes.turns import GenerateCall, TurnSampler
+from rollout.episodes.turns import EpisodeFailed, GenerateCall, TurnSampler
 
 CLOSE_DEADLINE_S = 10.0
 MOST_NOTE = 1000  # characters of a note for people

@@ -44,13 +44,13 @@ from rollout.episodes.environment import ChatMessage, Tools
 from rollout.episodes.live import LiveTurn
 from rollout.episodes.parsing import ParsedTurn, SampledText, TurnReader, mended
 from rollout.episodes.sequence import GrowingSequence
-from rollout.episodes.thinking import Thinking as Thinking
-from rollout.episodes.thinking import drift, keeps_thoughts
+from rollout.episodes.thinking import Thinking, drift, keeps_thoughts
 from rollout.episodes.tokenizer import AgentTokenizer
 
 Ids = Sequence[int] | np.ndarray
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _DEFAULTS = ChatConfig()
+_UNSAID = ChatMessage("assistant")
 
 
 class RequestRefused(ValueError):
@@ -68,7 +68,7 @@ class ForestTurn:
     read: np.ndarray  # (n,) int32: the ids between the parent's turn (or the start) and this one
     growing: GrowingSequence  # the whole prompt, then what is sampled
     prompt_length: int
-    message: ChatMessage | None = None  # once it is finished
+    message: ChatMessage = _UNSAID  # as it was answered, once it is finished
     finish_reason: str = ""
     generator: int = -1
     generate_s: float = 0.0
@@ -130,7 +130,8 @@ class Forest:
             raise RequestRefused(
                 f"the context is full: the prompt has {len(prompt)} tokens, the limit is {self._limit}"
             )
-        self._count(reason, history, tools, ids if parent is None else None)
+        if parent is None:
+            self._open_root(reason, history, tools, ids)
 
         self._begun += 1
         growing = GrowingSequence(prompt, parent.growing if parent else None)
@@ -239,7 +240,8 @@ class Forest:
         if turn is not None and all(message.role != "assistant" for message in new):
             try:
                 if self._keeps_reasoning(turn, new, tools):
-                    return turn, self._bridge(turn, new, tools), ""
+                    last_id = int(turn.context[-1])
+                    return turn, self._tokenizer.bridge(turn.message.calls, new, last_id, tools), ""
                 reason = "thinking"
             except BridgeRefused:
                 reason = "bridge"
@@ -259,25 +261,17 @@ class Forest:
                     return turn, length
         return None, 0
 
-    def _bridge(self, turn: ForestTurn, new: Sequence[ChatMessage], tools: Tools) -> list[int]:
-        if not new:
-            raise RequestRefused("the last message is the assistant's: a turn that was sampled is not gone on with")
-        assert turn.message is not None
-        last_id = int(turn.context[-1])
-        return self._tokenizer.bridge(turn.message.calls, new, last_id, tools)
-
     def _keeps_reasoning(self, turn: ForestTurn, new: Sequence[ChatMessage], tools: Tools) -> bool:
         """Whether, with `thinking="template"`, the template still writes the reasoning of all turns before."""
         if self._thinking == "keep":
             return True
-        assert turn.message is not None
         sampled = [len(each.history) for each in turn.path]
         return keeps_thoughts(self._tokenizer, [*_with_reasoning(turn), turn.message, *new], sampled, tools)
 
     def _why(self, history: tuple[ChatMessage, ...], with_tools: list[bytes]) -> str:
-        """Why this history opens a root of its own."""
+        """Why this history opens a root of its own; empty for the first one."""
         if not self._first_messages:
-            return "first"
+            return ""
         digests = _digests(history, b"")
         if digests[0] not in self._first_messages:
             return "subagent"
@@ -288,14 +282,12 @@ class Forest:
         repeats = digests[last] in self._histories
         return "tools" if repeats and with_tools[last] not in self._by_history else "edited"
 
-    def _count(self, reason: str, history: tuple[ChatMessage, ...], tools: Tools, root: Ids | None) -> None:
-        if root is None:
-            return
+    def _open_root(self, reason: str, history: tuple[ChatMessage, ...], tools: Tools, root: Ids) -> None:
         self._openings[_digests(history, _tools_key(tools))[-1]] = np.array(root, np.int32)
         digests = _digests(history, b"")
         self._first_messages.add(digests[0])
         self._histories.add(digests[-1])
-        if reason and reason != "first":
+        if reason:
             self.forks[reason] += 1
 
 
@@ -311,28 +303,23 @@ def _check(messages: Sequence[ChatMessage]) -> None:
 
 def _tokens_with(stop: Sequence[str], ids: list[int], tokenizer: AgentTokenizer) -> int:
     """The fewest tokens whose text holds one of these texts."""
-    return (
-        bisect_left(
-            range(1, len(ids)), True, key=lambda tokens: any(each in tokenizer.turn_text(ids[:tokens]) for each in stop)
-        )
-        + 1
-    )
+
+    def has_one(tokens: int) -> bool:
+        return any(each in tokenizer.turn_text(ids[:tokens]) for each in stop)
+
+    return 1 + bisect_left(range(1, len(ids)), True, key=has_one)
 
 
 def _same_reasoning(turn: ForestTurn, history: Sequence[ChatMessage]) -> bool:
     """Many clients drop the reasoning of their history; one that sends it must send what was sampled."""
-    for each in turn.path:
-        sent = history[len(each.history)].reasoning
-        if sent and each.message is not None and sent != each.message.reasoning:
-            return False
-    return True
+    sent = ((history[len(each.history)].reasoning, each.message.reasoning) for each in turn.path)
+    return all(theirs in ("", ours) for theirs, ours in sent)
 
 
 def _with_reasoning(turn: ForestTurn) -> list[ChatMessage]:
     """The messages before a turn, those of the assistant as they were sampled."""
     found = list(turn.history)
     for each in turn.path[:-1]:
-        assert each.message is not None
         found[len(each.history)] = each.message
     return found
 

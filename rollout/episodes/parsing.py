@@ -20,6 +20,7 @@ from rollout.episodes.tokenizer import THINK, AgentTokenizer, TokenizerError
 
 THINK_BEGIN, THINK_END = THINK
 _CALL_BEGIN = "<tool_call>"
+_MARK = re.compile(f"{THINK_BEGIN}|{_CALL_BEGIN}")
 _CALL_OPENED = re.compile(r"<tool_call>\s*(?=\{)")
 _CALL_CLOSED = re.compile(r"\}\s*</tool_call>")
 _CALL_CLOSED_OR_CUT = re.compile(r"\}\s*(?:</tool_call>|\Z)")
@@ -54,11 +55,9 @@ class TurnParser(Protocol):
 
     def parse(self, text: str) -> ParsedTurn:
         """`text` is that of one turn, special tokens included, without the token that ended it."""
-        ...
 
     def example(self) -> ChatMessage | None:
         """A turn with a call that must come back when the template has written it; None: it reads no calls."""
-        ...
 
 
 @runtime_checkable
@@ -71,7 +70,6 @@ class LiveParser(TurnParser, Protocol):
 
         Nothing that may yet become a marker is told; calls are read when the turn is complete.
         """
-        ...
 
 
 class DistantParser(ABC):
@@ -85,8 +83,17 @@ class DistantParser(ABC):
 
 
 def answer_of(text: str) -> str:
-    """What stands behind the thought of a turn: a draft inside it is no answer and no call. Empty while it goes on."""
-    return _thought(text)[1]
+    """A turn without its thoughts: a draft inside one is no answer and no call. Empty while the first one goes on.
+
+    Behind text, a thought that does not end is text: it may just speak of the marker.
+    """
+    answer = _thought(text)[1]
+    said: list[str] = []
+    place = 0
+    while (begin := answer.find(THINK_BEGIN, place)) >= 0 and (end := answer.find(THINK_END, begin)) >= 0:
+        said.append(answer[place:begin])
+        place = end + len(THINK_END)
+    return "".join([*said, answer[place:]])
 
 
 def thought_and_answer(text: str) -> ParsedTurn:
@@ -121,15 +128,18 @@ class PlainParser:
     def parse(self, text: str) -> ParsedTurn:
         return ParsedTurn(text)
 
-    def so_far(self, text: str) -> ParsedTurn:
-        return ParsedTurn(text)
+    so_far = parse
 
     def example(self) -> ChatMessage | None:
         return None
 
 
 class HermesParser:
-    """`<think>…</think>` and `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
+    """`<think>…</think>` and `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen2.5, Qwen3.
+
+    A thought may also stand behind text: it is reasoning wherever it stands, and a call in it is a draft. Behind text,
+    one that does not end stays content, which may just speak of the marker; no call behind that is made either.
+    """
 
     opener = THINK_BEGIN
 
@@ -137,7 +147,7 @@ class HermesParser:
         if not text.lstrip().startswith(THINK_BEGIN):
             return _content(text)
         thought, rest, _ = _thought(text)
-        return replace(_content(rest.lstrip("\n")), reasoning=thought.strip("\n").rstrip())
+        return _content(rest.lstrip("\n"), thought)
 
     def so_far(self, text: str) -> ParsedTurn:
         begun = text.lstrip()
@@ -148,10 +158,11 @@ class HermesParser:
 
         thought, rest, closed = _thought(text)
         if not closed:
-            return ParsedTurn("", without_beginning(thought, [THINK_END]).strip("\n").rstrip())
+            thought = _thought(without_beginning(text, [THINK_END]))[0]
+            return ParsedTurn("", thought.strip("\n").rstrip())
         if THINK_BEGIN.startswith(rest.lstrip()):  # another thought may follow
             return ParsedTurn("", thought.strip("\n").rstrip())
-        return replace(_content(rest.lstrip("\n"), goes_on=True), reasoning=thought.strip("\n").rstrip())
+        return _content(rest.lstrip("\n"), thought, goes_on=True)
 
     def example(self) -> ChatMessage | None:
         return ChatMessage("assistant", calls=(ToolCall("call_1", "probe", '{"x": 1}'),))
@@ -235,20 +246,32 @@ def without_beginning(text: str, markers: Iterable[str]) -> str:
     return text[:ends]
 
 
-def _content(text: str, *, goes_on: bool = False) -> ParsedTurn:
-    """Content and calls. Of a text that goes on: only what nothing that follows can change."""
+def _content(text: str, thought: str = "", *, goes_on: bool = False) -> ParsedTurn:
+    """Content and calls, and the thoughts within them behind the `thought` before. Of a text that goes on: only what
+    nothing that follows can change."""
     closing = _CALL_CLOSED if goes_on else _CALL_CLOSED_OR_CUT
-    ends = len(without_beginning(text, [_CALL_BEGIN])) if goes_on else len(text)  # of what is content, if no call is
+    ends = len(without_beginning(text, [THINK_BEGIN, _CALL_BEGIN])) if goes_on else len(text)
     kept: list[str] = []
     calls: list[tuple[str, str]] = []
     place = 0
     end: re.Match[str] | None = None
 
-    while (begin := text.find(_CALL_BEGIN, place)) >= 0:
+    while (mark := _MARK.search(text, place)) is not None:
+        begin = mark.start()
+        if mark[0] == THINK_BEGIN:
+            thought_ends = text.find(THINK_END, begin)
+            if thought_ends < 0:
+                ends = begin if goes_on else ends
+                break
+            kept.append(text[place:begin])
+            thought += text[mark.end() : thought_ends]
+            place = thought_ends + len(THINK_END)
+            continue
+
         opened = _CALL_OPENED.match(text, begin)
         if opened is None and (not goes_on or text[begin:].strip() != _CALL_BEGIN):
-            kept.append(text[place : begin + len(_CALL_BEGIN)])
-            place = begin + len(_CALL_BEGIN)
+            kept.append(text[place : mark.end()])
+            place = mark.end()
             continue
 
         if opened is not None and (end is None or end.start() < opened.end()):
@@ -258,12 +281,16 @@ def _content(text: str, *, goes_on: bool = False) -> ParsedTurn:
             break
 
         call = _hermes_call(text[opened.end() : end.start() + 1])
-        kept.append(text[place : begin if call else end.end()])
         calls += [call] if call else []
-        place = end.end()
+        # What is no call may hold the beginning of a thought, which may reach beyond it.
+        thinks = -1 if call else text.find(THINK_BEGIN, begin, end.end())
+        stops = thinks if thinks >= 0 else end.end()
+        kept.append(text[place : begin if call else stops])
+        place = stops
 
     content = "".join([*kept, text[place:ends]])
-    return ParsedTurn(content.rstrip() if calls or goes_on else content, calls=tuple(calls))
+    trimmed = content.rstrip() if calls or goes_on else content
+    return ParsedTurn(trimmed, thought.strip("\n").rstrip(), tuple(calls))
 
 
 def _hermes_call(text: str) -> tuple[str, str] | None:

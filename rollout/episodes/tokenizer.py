@@ -39,56 +39,39 @@ class TokenizerError(ValueError):
     """A model folder without what a conversation needs, or messages that its chat template refuses."""
 
 
-class ConversationTokenizer(Protocol):
+class AgentTokenizer(Protocol):
     stop_ids: list[int]
     """Ids that end a turn; a turn that ends by one of them contains it."""
 
-    def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Ids of the opening messages and of the first turn's opening."""
-        ...
+    def prompt(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> list[int]:
+        """Ids of the opening messages and of the first turn's opening. Raises TokenizerError."""
 
     def glue(self, messages: Sequence[ChatMessage], last_id: int) -> list[int]:
         """Ids between a generated turn, which ended with `last_id`, and the next one."""
-        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a generated turn, special tokens left out. Never raises for ids that a model produced."""
-        ...
 
     def textless(self, ids: np.ndarray) -> np.ndarray:
         """Those of the ids that stand for no text: a padded model can sample them."""
-        ...
-
-
-class AgentTokenizer(ConversationTokenizer, Protocol):
-    """What a forest needs as well (`rollout/episodes/forest.py`)."""
-
-    def prompt(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> list[int]:
-        """Ids of the opening messages and of the first turn's opening. Raises TokenizerError."""
-        ...
 
     def turn_text(self, ids: Sequence[int]) -> str:
         """The text of a turn with special tokens (markers of tool calls are some), but without the one that ended the
         turn."""
-        ...
 
     def raw(self, ids: Sequence[int]) -> str:
         """The text of ids with all special tokens."""
-        ...
 
     def bridge(
         self, calls: Sequence[ToolCall], messages: Sequence[ChatMessage], last_id: int, tools: Tools = ()
     ) -> list[int]:
         """`glue` after a turn with these tool calls. Raises BridgeRefused where it cannot be known."""
-        ...
 
     def written(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> str:
         """What the template writes for a whole conversation and the opening of the next turn. Raises TokenizerError."""
-        ...
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text as it stands; special tokens in it count as such."""
-        ...
 
 
 class ChatTokenizer:
@@ -109,7 +92,7 @@ class ChatTokenizer:
         self._closed: dict[str, Closed] = {}  # by tools: what follows a turn without calls
         self._template = _compile(_chat_template(folder, settings))
         # The episodes of a group begin alike, and side by side.
-        self._plain_prompt = lru_cache(_PROMPTS_CACHED)(lambda messages: self._encode(self.written(messages)))
+        self._plain_prompt = lru_cache(_PROMPTS_CACHED)(lambda messages: self.encode(self.written(messages)))
         self._known = np.array(sorted(self._tokenizer.get_vocab(with_added_tokens=True).values()), np.int32)
         special = {id: token for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         self._left_out = {id for id, token in special.items() if token.content not in THINK}
@@ -118,7 +101,7 @@ class ChatTokenizer:
         # A template may close turns with a token that the model's configuration does not list as an end
         # (base models with a chat template): it must stop generation too.
         self.stop_ids = _eos_ids(folder, self._named, self._tokenizer)
-        closing = self._encode(self._after_turn([], opens_turn=False))
+        closing = self.encode(self._after_turn([], opens_turn=False))
         ends = [id for id in closing if id in self.stop_ids or id in special]
         self.turn_end: int | None = ends[0] if ends else None
         if self.turn_end is not None and self.turn_end not in self.stop_ids:
@@ -129,7 +112,7 @@ class ChatTokenizer:
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> list[int]:
         if tools or any(message.calls for message in messages):  # arguments of calls cannot be hashed
-            return self._encode(self.written(messages, tools))
+            return self.encode(self.written(messages, tools))
         return list(self._plain_prompt(tuple(messages)))
 
     def written(self, messages: Sequence[ChatMessage], tools: Tools = (), *, opens_turn: bool = True) -> str:
@@ -149,13 +132,13 @@ class ChatTokenizer:
 
         # Half of the work is the same for every turn without calls, whose ids are new each time.
         key = "" if calls else json.dumps(list(tools), default=str)
-        closed = self._closed.get(key) or closed_turn(render, self._encode, calls)
+        closed = self._closed.get(key) or closed_turn(render, self.encode, calls)
         if key and len(self._closed) < _CLOSED_CACHED:
             self._closed[key] = closed
-        return bridge_ids(render, self._encode, self.stop_ids, last_id, calls, messages, closed)
+        return bridge_ids(render, self.encode, self.stop_ids, last_id, calls, messages, closed)
 
     def glue(self, messages: Sequence[ChatMessage], last_id: int) -> list[int]:
-        ids = self._encode(self._after_turn(self._plain(messages), opens_turn=True))
+        ids = self.encode(self._after_turn(self._plain(messages), opens_turn=True))
         if last_id == self.turn_end:  # generated: the sequence has it already, or (Harmony) the end of a last turn
             return ids[next(place for place, id in enumerate(ids) if id in self.stop_ids) + 1 :]
         return ids
@@ -175,10 +158,6 @@ class ChatTokenizer:
         return ids[~np.isin(ids, self._known)]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a plain text, as it would stand within a turn."""
-        return self._encode(text)
-
-    def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids  # the template has written them
 
     def _after_turn(self, messages: list[dict[str, str]], *, opens_turn: bool) -> str:
@@ -239,11 +218,7 @@ class IdTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
 
-    def turn_text(self, ids: Sequence[int]) -> str:
-        return self.decode(ids)
-
-    def raw(self, ids: Sequence[int]) -> str:
-        return self.decode(ids)
+    turn_text = raw = decode
 
     def textless(self, ids: np.ndarray) -> np.ndarray:
         return ids[:0]

@@ -17,7 +17,7 @@ from rl.config.seeds import turn_seed
 from rl.observe.trace import NO_TRACE, Trace
 from rl.observe.trace_events import Answered, Requested
 from rl.wire.columns import context_columns
-from rl.wire.messages import Generate, Generated, Ticket, TokenSequence, Trajectory
+from rl.wire.messages import LARGEST_REWARD, Generate, Generated, Ticket, TokenSequence, Trajectory
 from rollout.episodes.sequence import GrowingSequence
 
 GenerateCall = Callable[..., Awaitable[Generated]]
@@ -80,6 +80,7 @@ class TurnSampler:
     def trajectory(self, sequences: list[TokenSequence], begin: float, **told: Any) -> Trajectory:
         """Of the ticket's episode, which began then, with what else is `told` of it. The server numbers it."""
         ticket = self._ticket
+        sequences, told["unrewarded"] = _bounded(sequences, told.get("unrewarded", ""))
         return Trajectory(
             server=0,
             incarnation=0,
@@ -198,3 +199,16 @@ def _check_context(sequence: GrowingSequence, last: Generated) -> None:
             f"generator {last.generator} ended a turn of {len(sequence)} tokens, and the context columns {names} reach "
             f"to {sequence.known}: an engine brings them in Sampled.context"
         )
+
+
+def _bounded(sequences: list[TokenSequence], unrewarded: str) -> tuple[list[TokenSequence], str]:
+    """The sequences, and why their reward is not known. Rewards that each are small enough may not be so together:
+    the broker would refuse the episode, and try it again in vain."""
+    rewards = [turn.reward for each in sequences for turn in each.turns]
+    largest = max((math.fsum(rewards), *rewards), key=abs)
+    if abs(largest) <= LARGEST_REWARD:
+        return sequences, unrewarded
+
+    why = f"environment: the rewards of an episode add up to {largest:g}: at most {LARGEST_REWARD:g} in size"
+    bare = [replace(each, turns=[replace(turn, reward=0.0) for turn in each.turns]) for each in sequences]
+    return bare, unrewarded or why

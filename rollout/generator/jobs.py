@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from rl.wire.columns import BUILT_IN, Column, carried
+from rl.wire.columns import BUILT_IN, carried
 from rl.wire.messages import Generate, Grown, Version
 from rollout.generator.engines.base import Sampled
 
@@ -73,19 +73,16 @@ class Job:
         if new.stop - start < at_least:
             return None
 
-        further = [column.name for column in carried(["token"], "generator") if _is_told(column)]
+        columns = [each for each in carried(["token"], "generator") if each.covers == "sampled"]
+        further = [column.name for column in columns if column.name not in BUILT_IN]
         told = [name for name in further if len(sampled.columns.get(name, ())) >= new.stop]
         if len(told) < len(further) and not self.request.stream:
             return None
 
         self.delivered = new.stop
-        columns = {name: sampled.columns[name][new] for name in told}
-        part = Sampled(sampled.token_ids[new], sampled.logp[new], sampled.policy_version[new], columns=columns)
+        part = Sampled(sampled.token_ids[new], sampled.logp[new], sampled.policy_version[new])
+        part.columns = {name: sampled.columns[name][new] for name in told}
         return start, part.arrays()
-
-
-def _is_told(column: Column) -> bool:
-    return column.covers == "sampled" and column.name not in BUILT_IN
 
 
 class Streams:

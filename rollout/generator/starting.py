@@ -8,17 +8,16 @@ alive for ever.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
+
+import psutil
 
 from rl.wire.process import Process
 
 _LEAST_CPU_S = 0.1  # a process that only waits for another one, and looks now and then, uses less in a minute
 _LEAST_BYTES = 1 << 20
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Effort:
@@ -26,17 +25,20 @@ class Effort:
 
     def __init__(self) -> None:
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
-        self._seen: dict[str, tuple[float, int]] = {}  # process -> CPU seconds, bytes; at the last advance
+        self._seen: dict[int, tuple[float, int]] = {}  # process (0: the thread) -> CPU seconds, bytes; last advance
 
     def advanced(self) -> bool:
         """Whether any of them has used the processor, or read, since the last time that this was so."""
-        found = {str(path): _spent(path) for path in _below(Path("/proc/self"))}
-        found["this thread"] = time.clock_gettime(self._clock), 0
+        found = {0: (time.clock_gettime(self._clock), 0)}
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error), process.oneshot():  # it may have ended
+                times = process.cpu_times()
+                found[process.pid] = times.user + times.system, process.io_counters().read_chars
 
         grown = [
-            cpu_s - self._seen[name][0] >= _LEAST_CPU_S or read - self._seen[name][1] >= _LEAST_BYTES
-            for name, (cpu_s, read) in found.items()
-            if name in self._seen
+            cpu_s - self._seen[pid][0] >= _LEAST_CPU_S or read - self._seen[pid][1] >= _LEAST_BYTES
+            for pid, (cpu_s, read) in found.items()
+            if pid in self._seen
         ]
         advanced = any(grown) or found.keys() != self._seen.keys()
         if advanced:
@@ -67,22 +69,3 @@ def watched_start(process: Process) -> Iterator[None]:
         thread.join()
         process.progress = 0
         process.busy = False
-
-
-def _below(process: Path) -> Iterator[Path]:
-    """The folder in /proc of every process below this one."""
-    with contextlib.suppress(OSError):
-        for children in process.glob("task/*/children"):
-            for pid in children.read_text().split():
-                yield Path("/proc", pid)
-                yield from _below(Path("/proc", pid))
-
-
-def _spent(process: Path) -> tuple[float, int]:
-    """CPU seconds and bytes read; 0 of one that has ended."""
-    try:
-        fields = (process / "stat").read_text().rpartition(")")[2].split()
-        read = int((process / "io").read_text().split()[1])
-    except OSError:
-        return 0.0, 0
-    return (int(fields[11]) + int(fields[12])) / _TICKS, read

@@ -24,11 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 
+from rl.config.hooks import make_hooks
 from rl.config.section import Named
 from rl.wire.messages import ReportsLost, StillSampling, Usage
 from rollout.proxy.actions import AbortAt, Action, Client, Forget, GoOn, Rename, Reply, ReportFirstToken, SendTo
 from rollout.proxy.balance import LoadTree, PriorityQueue
-from rollout.proxy.choice import Choice
+from rollout.proxy.hooks import ProxyHook
 from rollout.proxy.state import Admission, GeneratorState, KvAdmission, Limits, PrefixIndex, RoutedRequest
 
 
@@ -39,7 +40,6 @@ class ProxyCore:
     * `hooks`: as `rollout.hooks` names them; those of the proxy may place requests (`hooks.py`).
     * `max_deaths`: how many generators may die under one request before it is answered with an error.
     * `max_overtakes`: how many requests with a cached prefix may pass the head of the queue (no starvation).
-    * `remembered`: of how many sessions and prompts, each, it is known in which cache they stand.
     * `kv_admission`: what a request reserves (`Admission`); with `expected` engines must pre-empt.
     """
 
@@ -50,11 +50,11 @@ class ProxyCore:
         hooks: Sequence[Named] = (),
         max_deaths: int = 3,
         max_overtakes: int = 16,
-        remembered: int = 65_536,
         kv_admission: KvAdmission = "whole",
     ) -> None:
         self._cache_survives_update = cache_survives_update
         self._max_deaths = max_deaths
+        self._max_overtakes = max_overtakes
 
         self._generators: dict[int, GeneratorState] = {}
         self._fenced: dict[int, int] = {}  # highest incarnation known to be dead
@@ -65,9 +65,9 @@ class ProxyCore:
         self._requests: dict[int, RoutedRequest] = {}
         self._queue: PriorityQueue[RoutedRequest] = PriorityQueue()
         self._tree = LoadTree()
-        self._prefixes = PrefixIndex(remembered)
+        self._prefixes = PrefixIndex()
         self._admission = Admission(kv_admission)
-        self._choice = Choice(self._generators, self._tree, self._prefixes, self._admission, hooks, max_overtakes)
+        self._hooks: list[ProxyHook] = make_hooks("proxy", hooks, self._generators, self._prefixes)
         self._actions: list[Action] = []  # of the event at hand
 
         self.next_key = 1
@@ -355,19 +355,52 @@ class ProxyCore:
                 self._answer(head, "error", error)
                 continue
 
-            overtaker = self._choice.overtaker(freed, head) if freed is not None else None
-            if overtaker is not None and freed is not None:
+            if freed is not None and (overtaker := self._overtaker(freed, head)) is not None:
                 head.overtaken += 1
                 self._send(now, overtaker, freed)
                 continue
 
-            generator = self._choice.of(head)
+            generator = self._place(head)
             if generator is not None:
                 self._send(now, head, generator)
             elif head.whole > self._limits.largest_up > 0:
                 self._queue.set_head_aside()
             else:
                 return
+
+    def _place(self, request: RoutedRequest) -> GeneratorState | None:
+        """The least loaded generator, or one that holds a prefix of the prompt; None if there is no room."""
+        self._admission.reserve(request)
+        for hook in self._hooks:
+            if (placed := hook.place(request)) is not None:
+                return placed
+
+        index = self._tree.best(request.need)
+        if index is not None and not self._generators[index].takes(request):  # alone it would not fit
+            index = self._tree.best(request.whole)
+        if index is None:
+            return None
+
+        prefixes = self._prefixes
+        chosen = self._generators[index]
+        cost = chosen.load - prefixes.cached_tokens(request, chosen)
+        for generator in (prefixes.of_prompt(request), prefixes.of_session(request)):
+            if generator is not None and generator is not chosen and generator.takes(request):
+                its_cost = generator.load - prefixes.cached_tokens(request, generator)
+                if its_cost <= cost:
+                    chosen = generator
+                    cost = its_cost
+        return chosen
+
+    def _overtaker(self, freed: GeneratorState, head: RoutedRequest) -> RoutedRequest | None:
+        """A waiting request that saves more prefill on the freed generator than the head of the queue."""
+        request = freed.cached_here.head()
+        if request is None or request is head or head.overtaken >= self._max_overtakes:
+            return None
+
+        self._admission.reserve(request)
+        saves_more = self._prefixes.cached_tokens(request, freed) > self._prefixes.cached_tokens(head, freed)
+        return request if saves_more and freed.takes(request) else None
 
     def _send(self, now: float, request: RoutedRequest, generator: GeneratorState) -> None:
         self._dequeue(now, request)

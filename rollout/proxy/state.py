@@ -15,6 +15,7 @@ from rollout.proxy.balance import PriorityQueue
 KvAdmission = Literal["expected", "whole"]
 _WEIGHT = 0.02  # of one response in the mean
 REMEMBERED_PROMPTS = 4096  # per generator
+_REMEMBERED = 65_536  # sessions and prompts, each, of which it is known in which cache they stand
 
 
 @dataclass(slots=True, eq=False)
@@ -157,11 +158,11 @@ class CachedPrefix(Struct, frozen=True):
 
 
 class PrefixIndex:
-    """Which generator has which prefix in its cache: hints, of `remembered` sessions and as many prompts."""
+    """Which generator has which prefix in its cache: hints, of the sessions and prompts that came last."""
 
-    def __init__(self, remembered: int) -> None:
-        self._sessions: Recent[CachedPrefix] = Recent(remembered)
-        self._prompts: Recent[GeneratorState] = Recent(remembered)  # where a prompt was sent last
+    def __init__(self) -> None:
+        self._sessions: Recent[CachedPrefix] = Recent(_REMEMBERED)
+        self._prompts: Recent[GeneratorState] = Recent(_REMEMBERED)  # where a prompt was sent last
 
     def knows_session(self, session: int) -> bool:
         return session in self._sessions

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from rl.store.recent import Recent
 from rl.wire.messages import Version, WeightStatus
-from rollout.generator.engines.timing import BatchModel, Timing
+from rollout.generator.engines.timing import BatchModel
 from rollout.generator.jobs import Gate
 from rollout.simulate.clock import Clock
 from rollout.simulate.scenario import Generators
@@ -44,7 +44,6 @@ class GeneratorEvents(Protocol):
 
     def generated(self, generator: SimulatedGenerator, key: int, tokens: int, reason: str, version: Version) -> None:
         """`version`: of the last token."""
-        ...
 
     def weights_loaded(self, generator: SimulatedGenerator, status: WeightStatus) -> None: ...
 
@@ -59,7 +58,6 @@ class SimulatedGenerator:
         index: int,
         incarnation: int,
         machine: Generators,
-        timing: Timing,
     ) -> None:
         self.index = index
         self.incarnation = incarnation
@@ -67,13 +65,12 @@ class SimulatedGenerator:
         self.alive = True
 
         self.busy_s = 0.0
-        self.stalled_s = 0.0
         self.tokens = 0
 
         self._clock = clock
         self._listener = listener
         self._machine = machine
-        self._model = BatchModel(timing, machine.max_num_seqs, clock.now, machine.capacity)
+        self._model = BatchModel(machine.timing(), machine.max_num_seqs, clock.now, machine.capacity)
         self._gate: Gate[int] = Gate()
 
         self._requests: dict[int, SimulatedRequest] = {}
@@ -127,7 +124,6 @@ class SimulatedGenerator:
         self._settle()
         machine = self._machine
         self._model.stall(machine.load_s, recompute=machine.on_update == "recompute" and self.version.n >= 0)
-        self.stalled_s += machine.load_s
         self.version = version
 
         if machine.on_update != "keep":

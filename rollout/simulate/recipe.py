@@ -16,7 +16,7 @@ from rl.config.plugins import validated
 from rl.config.schema import Config, ConfigError, validate
 from rl.learner.simulated import simulated_options
 from rl.store.batch_files import read_batch_parts
-from rollout.broker import Rules
+from rollout.broker.rules import Rules
 from rollout.generator.engines.timing import SimulatedOptions
 from rollout.simulate.distributions import Constant, Distribution, Empirical, Gaussian, LogNormal
 from rollout.simulate.scenario import EnvServers, Generators, Scenario, TrainingCost, Work
@@ -206,7 +206,13 @@ def read_run(folder: Path) -> tuple[Config, Measured]:
         raise ConfigError(f"{str(path)!r} has {len(steps)} training steps; a fit needs 4 or more")
 
     steps = steps[1:]  # the first one contains the start
-    found = _from_batches(folder)
+    sizes = _from_batches(folder)
+    guessed = ALWAYS_GUESSED if sizes else WITHOUT_BATCHES + ALWAYS_GUESSED
+    if not sizes:
+        per_turn = _mean(steps, "rollout/length") / max(1.0, _mean(steps, "rollout/turns"))
+        turns = Constant(round(_mean(steps, "rollout/turns")))
+        sizes = {"length": LogNormal(per_turn, GUESSED_SIGMA), "turns": turns}
+
     base_s, per_seq_s = _decoding(steps, config)
     per_batch = config.batch_size * _mean(steps, "rollout/turns")
     latencies = [row["rollout/env_s"] / max(1.0, row["rollout/turns"]) for row in steps]  # rows: of an episode
@@ -214,8 +220,7 @@ def read_run(folder: Path) -> tuple[Config, Measured]:
     spread = statistics.pstdev(latencies) * per_batch**0.5
 
     return config, Measured(
-        length=found.length if found else LogNormal(_per_turn(steps), GUESSED_SIGMA),
-        turns=found.turns if found else Constant(round(_mean(steps, "rollout/turns"))),
+        **sizes,
         step_s=Gaussian(env_mean, min(spread, 2 * env_mean)),
         train_s=_mean(steps, "time/train"),
         ranks=config.learner.ranks,
@@ -225,9 +230,7 @@ def read_run(folder: Path) -> tuple[Config, Measured]:
         decode_per_seq_s=per_seq_s,
         tasks=100_000,
         seconds_per_step=_mean(steps, "time/step"),
-        prompt_tokens=found.prompt_tokens if found else None,
-        observation_tokens=found.observation_tokens if found else None,
-        guessed=ALWAYS_GUESSED if found else WITHOUT_BATCHES + ALWAYS_GUESSED,
+        guessed=guessed,
     )
 
 
@@ -236,27 +239,12 @@ def _mean(rows: list[dict[str, Any]], name: str) -> float:
     return statistics.fmean(values) if values else 0.0
 
 
-def _per_turn(steps: list[dict[str, Any]]) -> float:
-    """Mean tokens of one turn."""
-    return _mean(steps, "rollout/length") / max(1.0, _mean(steps, "rollout/turns"))
-
-
 def _first(*values: int | None) -> int:
     return next(value for value in values if value is not None)
 
 
-class BatchSizes(Struct, frozen=True):
-    """What saved batches say of the trained samples."""
-
-    length: Distribution
-    """Tokens of one turn."""
-    turns: Distribution
-    prompt_tokens: int
-    """The mean number, like the next."""
-    observation_tokens: int
-
-
-def _from_batches(folder: Path) -> BatchSizes | None:
+def _from_batches(folder: Path) -> dict[str, Any]:
+    """What saved batches say of the trained samples, as fields of `Measured`; nothing where there are none."""
     lengths: list[float] = []
     turns: list[float] = []
     prompts: list[int] = []
@@ -274,16 +262,15 @@ def _from_batches(folder: Path) -> BatchSizes | None:
             lengths += parts
 
     if not lengths:
-        return None
+        return {}
 
     gaps = len(lengths) - len(turns)  # between two turns
-
-    return BatchSizes(
-        length=Empirical(tuple(sorted(lengths))),
-        turns=Empirical(tuple(sorted(turns))),
-        prompt_tokens=round(statistics.fmean(prompts)),
-        observation_tokens=round(observed / gaps) if gaps else 0,
-    )
+    return {
+        "length": Empirical(tuple(sorted(lengths))),
+        "turns": Empirical(tuple(sorted(turns))),
+        "prompt_tokens": round(statistics.fmean(prompts)),
+        "observation_tokens": round(observed / gaps) if gaps else 0,
+    }
 
 
 def _decoding(steps: list[dict[str, Any]], config: Config) -> tuple[float, float]:

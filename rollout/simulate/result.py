@@ -7,8 +7,8 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from rollout.broker import BrokerCore
 from rollout.broker.actions import EmitBatch
+from rollout.broker.core import BrokerCore
 from rollout.simulate.clock import Clock
 from rollout.simulate.generator import SimulatedGenerator
 from rollout.simulate.scenario import Scenario
@@ -19,7 +19,6 @@ class SimulationResult(Struct, frozen=True):
 
     step_s: float
     useful_tokens_per_s: float
-    samples_per_s: float
     kept_length: float
     """Mean tokens of a trained sample."""
     issued_length: float
@@ -28,15 +27,10 @@ class SimulationResult(Struct, frozen=True):
     """Mean tokens of the work as drawn."""
     kept_turns: float
     issued_turns: float
-    kept_success: float
     staleness: float
     generator_idle: float
     """Share of the generators' time without a running sequence."""
-    generator_stalled: float
-    """Share spent in weight loads."""
     learner_idle: float
-    live_environments: float
-    """Mean number of episodes inside an environment call."""
     wasted: float
     """Share of the generated tokens that were not trained."""
     steps: int
@@ -48,12 +42,6 @@ class SimulationResult(Struct, frozen=True):
     @property
     def kept_over_issued(self) -> float:
         return self.kept_length / self.issued_length
-
-    def summary(self) -> dict[str, float]:
-        """The figures alone, without lists, reports and what the simulation itself took."""
-        names = [name for name in self.__struct_fields__ if name not in ("step_times", "report", "events", "cpu_s")]
-
-        return {name: getattr(self, name) for name in names} | {"kept_over_issued": self.kept_over_issued}
 
 
 class Recorder:
@@ -77,9 +65,6 @@ class Recorder:
 
         self._scenario = scenario
         self._clock = clock
-        self._live_environments = 0
-        self._environment_s = 0.0
-        self._environments_since = 0.0
         self._dead: list[SimulatedGenerator] = []
         self._after_warm_up: dict[str, float] = {}
 
@@ -100,24 +85,9 @@ class Recorder:
         """What a dead generator did still counts."""
         self._dead.append(generator)
 
-    def environments(self, change: int) -> None:
-        """Note that so many more, or fewer, episodes are inside an environment call from now on."""
-        now = self._clock.now
-        self._environment_s += self._live_environments * (now - self._environments_since)
-        self._live_environments += change
-        self._environments_since = now
-
     def _sums(self, generators: list[SimulatedGenerator], tokens: int) -> dict[str, float]:
-        self.environments(0)
-        everybody = [*self._dead, *generators]
-
-        return {
-            "busy": sum(generator.busy_s for generator in everybody),
-            "stalled": sum(generator.stalled_s for generator in everybody),
-            "train": self.train_s,
-            "environments": self._environment_s,
-            "tokens": tokens,
-        }
+        busy_s = sum(generator.busy_s for generator in [*self._dead, *generators])
+        return {"busy": busy_s, "train": self.train_s, "tokens": tokens}
 
     def result(self, generators: list[SimulatedGenerator], broker: BrokerCore, cpu_s: float) -> SimulationResult:
         """`cpu_s`: CPU seconds of the whole simulation."""
@@ -133,23 +103,18 @@ class Recorder:
         count = len(kept)
 
         span = self.times[-1] - self.times[warm_up]
-        machines = span * self._scenario.generators.count
 
         return SimulationResult(
             step_s=span / len(batches),
             useful_tokens_per_s=tokens / span,
-            samples_per_s=count / span,
             kept_length=tokens / count,
             issued_length=self.issued_tokens / self.issued_episodes,
             population_length=self._scenario.work.population_length(),
             kept_turns=sum(outcome.turns for outcome in kept) / count,
             issued_turns=self.issued_turns / self.issued_episodes,
-            kept_success=sum(outcome.success for outcome in kept) / count,
             staleness=staleness / count,
-            generator_idle=1 - during["busy"] / machines,
-            generator_stalled=during["stalled"] / machines,
+            generator_idle=1 - during["busy"] / (span * self._scenario.generators.count),
             learner_idle=1 - during["train"] / span,
-            live_environments=during["environments"] / span,
             wasted=1 - report["useful_tokens"] / end["tokens"] if end["tokens"] else 0.0,
             steps=len(batches),
             step_times=[after - before for before, after in pairwise(self.times)],

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from rl.config.schema import GeneratorConfig
 from rl.config.seeds import sample_seed
-from rollout.broker import Rules
 from rollout.broker.actions import EmitBatch
+from rollout.broker.rules import Rules
 from rollout.generator.engines.timing import SimulatedOptions
 from rollout.simulate.distributions import Constant, Distribution, normal, uniform
 

@@ -72,10 +72,6 @@ class ServerEvents(Protocol):
 
     def step_seconds(self, episode: SimulatedEpisode) -> float: ...
 
-    def reward(self, task: int, seed: int) -> float: ...
-
-    def environments(self, change: int) -> None: ...
-
 
 class SimulatedServer:
     """One incarnation of an environment server. Its ends of tickets go to the broker in order."""
@@ -201,13 +197,12 @@ class SimulatedServer:
         self, seconds: float, go_on: Callable[[SimulatedEpisode], None], episode: SimulatedEpisode
     ) -> None:
         """The environment works for so long; if the episode has not ended by then, it goes on."""
-        self._listener.environments(+1)
-        self._clock.after(seconds, self._environment_answers, go_on, episode)
 
-    def _environment_answers(self, go_on: Callable[[SimulatedEpisode], None], episode: SimulatedEpisode) -> None:
-        self._listener.environments(-1)
-        if not episode.ended:
-            go_on(episode)
+        def answer() -> None:
+            if not episode.ended:
+                go_on(episode)
+
+        self._clock.after(seconds, answer)
 
     def _broken(self, episode: SimulatedEpisode) -> None:
         self._fail(episode, "environment")
@@ -223,7 +218,7 @@ class SimulatedServer:
 
         self._end(episode)
         ticket = episode.ticket
-        reward = self._listener.reward(ticket.task_index, ticket.seed)
+        reward = self._work.reward(ticket.task_index, ticket.seed)
 
         outcome = EpisodeOutcome(
             timeline=0,

@@ -17,11 +17,10 @@ from typing import Any
 
 from rl.weights.updater import Notify, UpdaterCore
 from rl.wire.messages import Ticket, Usage, Version, WeightStatus
-from rollout.broker import BrokerCore
 from rollout.broker.actions import Action as BrokerAction
 from rollout.broker.actions import EmitBatch, EpisodeOutcome, Finished, IssueTicket, RevokeTickets, StopRun
+from rollout.broker.core import BrokerCore
 from rollout.broker.tasks import TaskSource
-from rollout.generator.engines.timing import Timing
 from rollout.proxy.actions import AbortAt, Forget, Reply, ReportFirstToken, SendTo
 from rollout.proxy.actions import Action as ProxyAction
 from rollout.proxy.core import ProxyCore
@@ -66,7 +65,6 @@ class Simulation:
         self.generators: list[SimulatedGenerator] = []
         self.servers: dict[int, SimulatedServer] = {}
 
-        self._timing = Timing(machines.timing())
         self._requests: dict[int, SimulatedRequest] = {}
         """The requests by the proxy's key."""
         self._batches: deque[EmitBatch] = deque()
@@ -297,7 +295,7 @@ class Simulation:
     # ------------------------------------------------------------ machines that come and go
 
     def _new_generator(self, index: int, incarnation: int) -> SimulatedGenerator:
-        return SimulatedGenerator(self.clock, self, index, incarnation, self.scenario.generators, self._timing)
+        return SimulatedGenerator(self.clock, self, index, incarnation, self.scenario.generators)
 
     def _generator_up(self, generator: SimulatedGenerator) -> None:
         now = self.clock.now
@@ -401,11 +399,5 @@ class Simulation:
         """What the environment takes for this turn."""
         return self.scenario.work.step_s.at(normal(episode.stream, 3 * episode.turn + 1))
 
-    def reward(self, task: int, seed: int) -> float:
-        return self.scenario.work.reward(task, seed)
-
     def issued(self, episode: SimulatedEpisode) -> None:
         self.record.issued(episode.lengths, self.broker.servers.outstanding)
-
-    def environments(self, change: int) -> None:
-        self.record.environments(change)

@@ -32,6 +32,11 @@ REMOVE = '<tool_call>{"name": "bash", "arguments": {"command": "rm -rf tests"}}<
         "<think>e.g.\n```bash\nrm -rf tests\n```\nno</think>\n```bash\nls\n```",
         f"\n <think>{SUBMIT}</think>\n\n{LS}",
         f"<think>one</think>\n<think>{SUBMIT}</think>\n{LS}",
+        f"Let me see. <think>{REMOVE} or {SUBMIT}? no</think>\n{LS}",
+        f"{LS} and then\n<think>{SUBMIT}</think> nothing",
+        f"<think>one</think> First I look. <think>two {SUBMIT}</think>{LS}",
+        f"Well. <think>```bash\n{REMOVE}\n```</think>{LS}",
+        "Well. <think>```bash\nrm -rf tests\n```</think>\n```bash\nls\n```",
     ],
 )
 def test_a_call_in_a_thought_is_not_made(turn: str) -> None:
@@ -48,11 +53,20 @@ def test_a_call_in_a_thought_is_not_made(turn: str) -> None:
         f"<think>maybe {SUBMIT}? hmm",
         f"<think>no {SUBMIT}</think>\nLet me look first.",
         f"<think>one</think><think>two {SUBMIT}",
+        f"Let me see. <think>I could {SUBMIT}",
+        "Let me see. <think>e.g.\n```submit\n```\n",
+        f'<tool_call>{{"name": <think> {SUBMIT} </think>',
     ],
 )
 def test_only_drafts_are_no_call(turn: str) -> None:
     (call,) = parse_calls(turn)
     assert isinstance(call, BadCall)
+
+
+def test_a_thought_inside_an_argument_is_text() -> None:
+    command = "echo '<think>a</think>' '<think>'"
+    (call,) = parse_calls(f'<tool_call>{{"name": "bash", "arguments": {{"command": "{command}"}}}}</tool_call>')
+    assert call == ToolCall("bash", {"command": command})
 
 
 def test_a_marker_inside_an_argument_is_text() -> None:
@@ -68,6 +82,8 @@ def test_a_marker_inside_an_argument_is_text() -> None:
         ("<think>It is \\boxed{7}", Verdict(False, boxed=False)),
         ("<think>\\boxed{7}</think> So it is 7.", Verdict(False, boxed=False)),
         ("It is \\boxed{7}. I never wrote <think>.", Verdict(True, boxed=True)),
+        ("It is \\boxed{7}. <think>Or \\boxed{8}?</think>", Verdict(True, boxed=True)),
+        ("Well. <think>\\boxed{7}</think> It is 7.", Verdict(False, boxed=False)),
     ],
 )
 def test_a_box_in_a_thought_is_no_answer(response: str, right: Verdict) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,6 +64,36 @@ FORMS: dict[str, Callable[[], bytes]] = {
     "a.csv": lambda: b"question,answer\n2+2?,4\n1+3?,5\n",
     "a.csv.gz": lambda: gzip.compress(b"question,answer\r\n2+2?,4\r\n1+3?,5\r\n"),
 }
+
+
+@pytest.mark.parametrize("name", [*FORMS, "a.parquet"])
+@pytest.mark.parametrize("kind", ["a named pipe", "a socket", "a device"])
+@pytest.mark.parametrize("named", ["itself", "folder", "glob"])
+def test_what_is_no_file_is_refused_unopened(
+    name: str, kind: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To open a pipe waits for who writes to it, which may be nobody."""
+
+    def opened(*_: Any) -> None:
+        raise AssertionError("it was opened")
+
+    monkeypatch.setattr(Path, "read_bytes", opened)
+    monkeypatch.setattr(pyarrow.parquet, "read_schema", opened)
+    path = tmp_path / name
+    if kind == "a named pipe":
+        os.mkfifo(path)
+    elif kind == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        monkeypatch.chdir(tmp_path)  # the address of a socket is short
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(name)
+
+    source = {"itself": path, "folder": tmp_path, "glob": tmp_path / "a.*"}[named]
+    with pytest.raises(RowError) as refused:
+        values(source)
+    fix = "write the rows into a file, and name that in source or eval_source"
+    assert str(refused.value) == f"{path} is {kind}, which is not read; {fix}"
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -155,6 +186,27 @@ def test_a_row_without_an_answer_is_refused_with_row_and_field(answer: str | Non
         lambda: load_problems(Source(str(tmp_path / "a.jsonl"), question_field="prompt")),
     ):
         with pytest.raises(RowError, match=r"a.jsonl, row 2.*'answer'"):
+            load()
+
+
+@pytest.mark.parametrize("written", ["NaN", "nan", "null", "None", "inf", "NA", "007", "1e3", "4.50"])
+def test_fields_of_csv_are_texts_whatever_they_spell(written: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"prompt,answer\n1?,1\n2?,{written}\n")
+    family = dataset(tmp_path / "a.csv")
+    task = family.task("train", 1)
+    assert task.gold == written and json.loads(task.row)["answer"] == written
+    assert [each.answer for each in load_problems(Source(str(tmp_path / "a.csv"), "prompt"))] == ["1", written]
+
+
+@pytest.mark.parametrize("line", ["2?,", '2?," "', "2?"])
+def test_a_field_of_csv_that_is_empty_or_missing_is_no_answer(line: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"prompt,answer\n1?,1\n{line}\n")
+    said = r"a\.csv, row 2, field 'answer': .* is no answer; give the row one, or leave the row out"
+    for load in (
+        lambda: dataset(tmp_path / "a.csv"),
+        lambda: load_problems(Source(str(tmp_path / "a.csv"), question_field="prompt")),
+    ):
+        with pytest.raises(RowError, match=said):
             load()
 
 

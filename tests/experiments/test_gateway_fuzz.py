@@ -15,9 +15,10 @@ from experiments.gateway.fuzz import RecordingEngine, Report, check, play
 from experiments.gateway.tokenizers import make_folder, template_names
 from rl.config.schema import load_config
 from rl.wire.messages import Ticket, TokenSequence, Version
-from rollout.episodes.forest import Forest, Thinking
+from rollout.episodes.forest import Forest
 from rollout.episodes.parsing import HermesParser, TurnReader
 from rollout.episodes.session import Session
+from rollout.episodes.thinking import Thinking
 from rollout.episodes.tokenizer import ChatTokenizer
 from rollout.episodes.turns import TurnSampler
 

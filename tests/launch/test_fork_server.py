@@ -15,7 +15,7 @@ from typing import IO
 import psutil
 import pytest
 
-from launch.cpu.fork_server import Copy, ForkServer, begin_as_copies
+from launch.cpu.fork_server import ForkServer, begin_as_copies
 from launch.launcher.local import Command, LocalHandle, begin_process
 from launch.plan import make_plan
 from rl.config.schema import load_config
@@ -39,7 +39,7 @@ def log() -> Iterator[IO[bytes]]:
         yield file
 
 
-def begin(server: ForkServer, what: str, log: IO[bytes], words: str = "", **environment: str) -> Copy | None:
+def begin(server: ForkServer, what: str, log: IO[bytes], words: str = "", **environment: str) -> psutil.Process | None:
     with tempfile.TemporaryFile() as stdin:
         stdin.write(words.encode())
         stdin.seek(0)
@@ -53,7 +53,7 @@ def test_a_copy_is_our_child_and_finds_what_was_imported(server: ForkServer, log
         log.truncate()
         copy = begin(server, "say", log, words=f"words {number}", SETTING=str(number), TMPDIR=str(tmp_path))
         assert copy is not None and copy.wait(60) == 0
-        assert copy.poll() == copy.returncode == 0
+        assert LocalHandle(copy).poll() == 0
 
         log.seek(0)
         told.append(json.loads(log.read()))
@@ -75,9 +75,9 @@ def test_how_a_copy_ends_is_told(server: ForkServer, log: IO[bytes]) -> None:
     assert b"RuntimeError: on purpose" in log.read()
 
     killed = begin(server, "sleep", log)
-    assert killed is not None and killed.poll() is None
+    assert killed is not None and LocalHandle(killed).poll() is None
     killed.kill()
-    assert killed.wait(60) == -signal.SIGKILL == killed.poll()
+    assert killed.wait(60) == -signal.SIGKILL == LocalHandle(killed).poll()
 
 
 def test_a_dead_server_begins_nothing_and_its_copies_live(server: ForkServer, log: IO[bytes]) -> None:
@@ -88,7 +88,7 @@ def test_a_dead_server_begins_nothing_and_its_copies_live(server: ForkServer, lo
     process.wait(60)
 
     assert begin(server, "say", log) is None
-    assert copy.poll() is None
+    assert LocalHandle(copy).poll() is None
     copy.kill()
     copy.wait(60)
 
@@ -220,7 +220,7 @@ def test_nothing_is_shared_on_gpus(recipe: str) -> None:
 def test_a_simulated_run_shares_what_its_processes_are(log: IO[bytes]) -> None:
     with begin_as_copies(load_config(EXPERIMENTS / "simulated.yaml", [])) as begin_child:
         begun = begin_child(Command("envs.server", [], {}), (log, log, log))
-        assert isinstance(begun, Copy) and begun.wait(60) != 0
+        assert not isinstance(begun, psutil.Popen) and begun.wait(60) != 0
 
 
 def test_a_copy_that_leads_no_group_yet_is_killed(log: IO[bytes]) -> None:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from launch.cpu.fork_server import ForkServer
-from launch.launcher.local import Begun, Command, Files, LocalLauncher, begin_process
+from launch.launcher.local import Command, Files, LocalLauncher, begin_process
 from launch.launcher.protocol import Found, Launcher, Node
 from launch.plan import ProcessSpec
 from launch.supervisor import Supervisor
@@ -51,7 +51,7 @@ def server() -> Iterator[None]:
     SERVERS.pop().close()
 
 
-def begin(command: Command, files: Files) -> Begun:
+def begin(command: Command, files: Files) -> psutil.Process:
     copy = SERVERS[0].begin(command, files) if SERVERS and command.imports else None
     return copy or begin_process(command, files)
 

@@ -32,11 +32,12 @@ from rl.weights.host.ends import tensors, write
 from rl.weights.host.layout import Manifest, digest
 from rl.weights.updater import Mismatch, UpdaterCore, tolerance
 from rl.wire.messages import BatchPart, Generate, Generated, Ticket, Trajectory, Version, WeightStatus
-from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import Action, EmitBatch, EvalReport, GroupRecord, IssueTicket, StopRun
 from rollout.broker.assembly import make_batch_parts, outcome_of
+from rollout.broker.core import BrokerCore
 from rollout.broker.guards import BatchGuards
 from rollout.broker.process import RunStopped
+from rollout.broker.rules import Rules
 from rollout.broker.validation import fault
 from rollout.episodes.environment import ChatMessage, Step
 from rollout.episodes.episode import EpisodeContext, run_episode

@@ -24,7 +24,7 @@ from rl.learner.run_client import RunClient
 from rl.observe.alarms import ALARMS, Alarms, RaisedAlarm, keep_alarm, read_alarms
 from rl.wire.process import Process
 from rl.wire.run import RunFile
-from rollout.broker import BrokerCore
+from rollout.broker.core import BrokerCore
 from rollout.episodes.environment import ChatMessage
 from rollout.episodes.tokenizer import ChatTokenizer
 from tests.conftest import MakeRun

@@ -1,25 +1,19 @@
 // What other losses would have made of the run's own batches: `fresco lab`.
 views.lab = (main, run) => {
   const lab = run.lab;
-  if (!lab) {
-    main.append(el("p", { class: "hint" }, "nothing was tried on this run: fresco lab RUN --losses …"));
-    return;
-  }
+  if (!lab) return main.append(el("p", { class: "hint" }, "nothing was tried on this run: fresco lab RUN --losses …"));
+
   const names = lab.losses.map((loss) => loss.name);
   const head = ["loss", "gradient", ...names.map((name) => `cosine with ${name}`), "ess", "gain", "beyond trust", "CPU s"];
   const rows = lab.losses.map((loss) => [loss.name, short(loss.gradient), ...names.map((name) => (name in loss.cosine ? fixed(loss.cosine[name], 4) : "")),
     percent(loss.ess), loss.gain ? `${short(loss.gain[0])} ± ${short(loss.gain[1])}` : "", loss.beyond ? `from version ${loss.beyond}` : "", short(loss.cpu_s)]);
-  main.append(panel(`Batch ${lab.first}, from the same weights`, table(head, rows), ...["by_age", "by_reward"].map((key) => pullTable(lab, key))));
+  const charts = [...new Set(lab.losses.flatMap((loss) => Object.keys(loss.curves)))].map((name) => [name, el("div", { class: "chart" })]);
 
-  const grid = el("div", { class: "grid" });
-  main.append(grid);
-  const drawing = [...new Set(lab.losses.flatMap((loss) => Object.keys(loss.curves)))].map((name) => {
-    const place = el("div", { class: "chart" });
-    grid.append(panel(name, place, el("p", { class: "hint" }, trustNote(lab))));
-    return () => curves(place, lab.losses.flatMap((loss, i) => trusted(loss, loss.curves[name], PALETTE[i % PALETTE.length])), { smooth: false });
-  });
-  for (const draw of drawing) draw();
-  main.append(panel("Samples that would change the update most", ...lab.samples.map((sample) => pulledSample(sample, names))));
+  main.append(
+    panel(`Batch ${lab.first}, from the same weights`, table(head, rows), pullTable(lab, "by_age"), pullTable(lab, "by_reward")),
+    el("div", { class: "grid" }, charts.map(([name, place]) => panel(name, place, el("p", { class: "hint" }, trustNote(lab))))),
+    panel("Samples that would change the update most", lab.samples.map((sample) => pulledSample(sample, names))));
+  for (const [name, place] of charts) curves(place, lab.losses.flatMap((loss, i) => trusted(loss, loss.curves[name], PALETTE[i % PALETTE.length])), { smooth: false });
 };
 
 const trustNote = (lab) => {
@@ -50,15 +44,14 @@ function pulledSample(sample, names) {
     const most = Math.max(1e-12, ...[...pulls.values()].map(Math.abs));
     text.replaceChildren(...sample.text.map((piece, place) => {
       const pull = pulls.get(place);
-      const shade = pull === undefined ? undefined : `background: color-mix(in srgb, ${colour(pull > 0 ? "good" : "bad")} ${Math.round((60 * Math.abs(pull)) / most)}%, transparent)`;
-      const word = el("span", pull === undefined ? { class: "hint" } : { title: short(pull) }, piece);
-      if (shade) word.style.cssText = shade;
+      if (pull === undefined) return el("span", { class: "hint" }, piece);
+      const word = el("span", { title: short(pull) }, piece);
+      word.style.background = `color-mix(in srgb, ${colour(pull > 0 ? "good" : "bad")} ${Math.round((60 * Math.abs(pull)) / most)}%, transparent)`;
       return word;
     }));
   };
   const shares = names.map((name) => `${name} ${percent(sample.share[name])}`).join(", ");
-  const open = el("details", { toggle: (event) => event.target.open && draw(names[0]) },
+  return el("details", { toggle: (event) => event.target.open && draw(names[0]) },
     el("summary", {}, `group ${sample.group}, reward ${short(sample.reward)}, age ${sample.age}: ${shares}`),
     choice("pull of", names.map((name) => [name, name]), names[0], draw), text);
-  return open;
 }

@@ -71,14 +71,12 @@ class Sampled:
 class Engine(Protocol):
     async def start(self) -> EngineInfo:
         """Load the model; the first version arrives through `load` before any request runs."""
-        ...
 
     async def watch(self) -> None:
         """Runs beside everything else, once started: raises EngineDied as soon as the engine has, and says of what.
 
         Calls that are pending then may never return; whoever made them cancels them.
         """
-        ...
 
     async def generate(self, request: Generate, progress: Callable[[Sampled], None]) -> Sampled:
         """Run one request to its end. `progress` is called with the growing result, first at the first token.
@@ -87,13 +85,11 @@ class Engine(Protocol):
 
         Returns early with finish_reason "abort" after `abort(request_id)`; raises on engine failure.
         """
-        ...
 
     async def abort(self, request_id: int) -> None: ...
 
     def loaded(self) -> int:
         """How far loads have come, in bytes read, checked and loaded: grows as long as one advances."""
-        ...
 
     async def load(self, version: Version, probe_ids: list[int]) -> WeightStatus:
         """Load the published weights of `version` under the configured `on_update`, and probe them.
@@ -102,6 +98,5 @@ class Engine(Protocol):
 
         Answers what the learner is told: the version loaded, its checksum and probe, and the seconds it took.
         """
-        ...
 
     async def stop(self) -> None: ...

@@ -26,7 +26,7 @@ from rl.wire.columns import BUILT_IN, ONE_TURN, carried, masked_context
 from rl.wire.messages import Generate, Version, WeightStatus
 from rl.wire.run import ProcessContext
 from rollout.generator.engines.base import DRAIN_S, EngineInfo, Sampled
-from rollout.generator.engines.timing import BatchModel, SimulatedOptions, Timing
+from rollout.generator.engines.timing import BatchModel, SimulatedOptions
 
 _TICK_S = 0.005
 _LONGEST_TICK_S = 0.05  # token counts are reported at least this often
@@ -57,11 +57,10 @@ class SimulatedEngine:
         self._deadline_s = config.weights.deadline_s
         self._receiver = receiver
         self._loaded = 0
-        self._options = validated(SimulatedOptions, config.generator.options, "generator.options")
-        self._timing = Timing(self._options)
+        self._options: SimulatedOptions = validated(SimulatedOptions, config.generator.options, "generator.options")
         self._further = [column for column in carried(producer="generator") if column.name not in BUILT_IN]
         self._logp = -math.log(self._options.vocab_size)
-        self._model = BatchModel(self._timing, config.generator.max_num_seqs, time.monotonic())
+        self._model = BatchModel(self._options, config.generator.max_num_seqs, time.monotonic())
 
         self._jobs: dict[int, _Job] = {}
         self._parked: list[_Job] | None = None  # arrivals during a drain
@@ -207,7 +206,7 @@ class SimulatedEngine:
         if seed is None:
             seed = zlib.crc32(request.prompt_ids.data) << 32 | request.session & 0xFFFFFFFF
         seed &= (1 << 63) - 1
-        length = self._timing.response_length(seed)
+        length = self._options.response_length(seed)
         reason = "length" if length >= request.max_tokens else "stop"
 
         stop_ids = tuple(request.stop_token_ids)

@@ -49,26 +49,17 @@ class SimulatedOptions(Section):
     vocab_size: int = Field(128, ge=2, lt=1 << 31)
     """Ids are drawn uniformly from 1 up to this number."""
 
-
-class Timing:
-    """Seconds and lengths of a simulated engine."""
-
-    def __init__(self, config: SimulatedOptions) -> None:
-        self._config = config
-        # The mean of a log-normal is exp(mu + sigma^2 / 2).
-        self._mu = math.log(config.length_mean) - config.length_sigma**2 / 2
-
     def prefill_s(self, tokens: int) -> float:
-        return tokens / self._config.prefill_tokens_per_s
+        return tokens / self.prefill_tokens_per_s
 
     def decode_step_s(self, batch: int) -> float:
         """The seconds of one step of a batch of `batch` >= 1 sequences."""
-        step = self._config.decode_base_s + self._config.decode_per_seq_s * (batch - 1)
-        return max(step, _SHORTEST_STEP_S)
+        return max(self.decode_base_s + self.decode_per_seq_s * (batch - 1), _SHORTEST_STEP_S)
 
     def response_length(self, seed: int) -> int:
         """Tokens that the policy would generate without a limit: log-normal, at least 1."""
-        return max(1, round(random.Random(seed).lognormvariate(self._mu, self._config.length_sigma)))
+        mu = math.log(self.length_mean) - self.length_sigma**2 / 2  # the mean is exp(mu + sigma^2 / 2)
+        return max(1, round(random.Random(seed).lognormvariate(mu, self.length_sigma)))
 
 
 class Event(NamedTuple):
@@ -86,13 +77,14 @@ class _Sequence:
     joined: float | None = None  # decode steps done when it joined the batch; None: not prefilled yet
     done: int = 0  # tokens before it was pre-empted
     end: float | None = None  # decode steps done when it ends; None: it does not run
-    over: bool = False
 
 
 class BatchModel:
     """One engine's batch at `self.now`, in seconds of any clock: `advance`, then add, remove or stall."""
 
-    def __init__(self, timing: Timing, max_num_seqs: int, now: float = 0.0, kv_tokens: float = math.inf) -> None:
+    def __init__(
+        self, timing: SimulatedOptions, max_num_seqs: int, now: float = 0.0, kv_tokens: float = math.inf
+    ) -> None:
         self._timing = timing
         self._max_num_seqs = max_num_seqs
         self.now = now
@@ -128,7 +120,6 @@ class BatchModel:
         sequence = self._sequences.pop(key, None)
         if sequence is None:
             return
-        sequence.over = True
         if sequence is self._prefilling:
             self._prefilling = None
         elif sequence.joined is not None:
@@ -265,7 +256,6 @@ class BatchModel:
         self._start_prefill()
 
     def _end(self, sequence: _Sequence, events: list[Event]) -> None:
-        sequence.over = True
         del self._sequences[sequence.key]
         self._leave(sequence)
         events.append(Event("finished", sequence.key, self.now))

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import TokenizersBackend
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
@@ -42,7 +43,6 @@ from rollout.generator.engines.cpu.vllm_thread import OwnThread
 from rollout.generator.engines.routing import first_position, set_routing
 from rollout.generator.engines.vllm_adapter import adapter_of
 from rollout.generator.engines.vllm_core import Core, Stream
-from rollout.generator.engines.vllm_internals import text_reader
 from rollout.generator.engines.vllm_process import OwnProcess
 from rollout.generator.engines.vllm_settings import engine_arguments, engine_info, in_own_process, sampling_params
 
@@ -157,7 +157,8 @@ class VllmEngine:
         request = running.request
         if request.stop and not self._knows_texts:
             self._knows_texts = True
-            self._core.know_texts(text_reader(Path(self._core.config.model_config.model) / "tokenizer.json"))
+            path = Path(self._core.config.model_config.model) / "tokenizer.json"
+            self._core.know_texts(TokenizersBackend(tokenizer_file=str(path)))
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=self._salt(running))
         name = str(request.request_id)
         try:

@@ -4,7 +4,7 @@ vLLM knows an adapter by a number and a name, which stay the same while what the
 asks for the same one, and its tensors are put in the place of those before, in memory. What the prefix cache holds of
 older ones is dropped or salted by the update, as that of merged weights is (`vllm.py`).
 
-Of vLLM's own parts this uses what vLLM does not promise to keep, as `vllm_internals.py` does; written for vllm 0.32.
+Of vLLM's own parts this uses what vLLM does not promise to keep; written for vllm 0.32.
 """
 
 from __future__ import annotations

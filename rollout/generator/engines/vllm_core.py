@@ -32,11 +32,9 @@ class Stream(Protocol):
 
     async def next(self) -> RequestOutput:
         """What was sampled since the last call. Raises EngineDeadError."""
-        ...
 
     async def abort(self) -> None:
         """End the request with what it has."""
-        ...
 
     def close(self) -> None: ...
 
@@ -52,32 +50,26 @@ class Core(Protocol):
 
     async def death(self, patience_s: float) -> EngineDied:
         """What ended the core, for whoever met an EngineDeadError: that may be known before the reason is."""
-        ...
 
     async def begin(self, name: str, prompt: TokensInput, parameters: SamplingParams, priority: int) -> Stream:
         """Raises VLLMClientError for a request that does not fit."""
-        ...
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Stop stepping: at once (`keep`), after ending all requests (`abort`), when those that run end (`wait`)."""
-        ...
 
     async def resume(self) -> None: ...
 
     async def set_version(self, label: str) -> None:
         """What the tokens of later steps are stamped with; call it while paused."""
-        ...
 
     async def rpc(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of `LoadsWeights` on every rank."""
-        ...
 
     def know_texts(self, reader: Any) -> None:
         """Requests with `SamplingParams.stop` end at these texts from now on; the core was started without a tokenizer.
 
-        reader: `text_reader` of what turns are read with. Others pay nothing: only requests with `detokenize` are given
-        it.
+        reader: transformers' tokenizer of what turns are read with. Others pay nothing: only requests with `detokenize`
+        are given it.
         """
-        ...
 
     def shutdown(self, timeout_s: float) -> None: ...

@@ -1,4 +1,7 @@
-"""vLLM's core in a process of its own: AsyncLLM, the asyncio front end that vLLM has for it."""
+"""vLLM's core in a process of its own: AsyncLLM, the asyncio front end that vLLM has for it.
+
+Of vLLM's own parts this uses what vLLM does not promise to keep; written for vllm 0.32.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,6 @@ from rl.config.failures import EngineDied
 from rollout.generator.engines.cpu.copied import begin_as_copy
 from rollout.generator.engines.owner import OWNER_VARIABLE, die_with_owner
 from rollout.generator.engines.vllm_core import PauseMode
-from rollout.generator.engines.vllm_internals import engine_processes
 from rollout.generator.engines.vllm_settings import engine_death
 
 _EXIT_CODE_S = 1.0
@@ -83,7 +85,9 @@ class OwnProcess:
 
     @property
     def processes(self) -> list[BaseProcess]:
-        return engine_processes(self._llm)
+        """Those in which vLLM runs its core; with tensor parallelism the workers are their children."""
+        client: Any = self._llm.engine_core
+        return list(client.resources.engine_manager.processes)
 
     async def begin(self, name: str, prompt: TokensInput, parameters: SamplingParams, priority: int) -> Stream:
         added = await self._llm.add_request(name, prompt, parameters, lora_request=self._adapter, priority=priority)

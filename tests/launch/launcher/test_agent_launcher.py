@@ -183,3 +183,32 @@ def test_a_process_with_another_parent_than_it_was_told_ends_and_says_so() -> No
     )
     assert ended.returncode == 1 and not ended.stdout
     assert "the parent, process 1, died at once, or a wrapper forked" in ended.stderr
+
+
+ORPHAN = """
+import os, sys, time
+from rl.wire.process import die_with_parent
+parent = os.getppid()
+os.write(int(sys.argv[1]), b"!")
+until = time.monotonic() + 60
+while os.getppid() == parent and time.monotonic() < until:
+    time.sleep(0.01)
+die_with_parent()
+print("goes on")
+"""
+PARENT = """
+import os, subprocess, sys
+ready, begun = os.pipe()
+subprocess.Popen([sys.executable, "-c", sys.argv[1], str(begun)], pass_fds=[begun])
+os.close(begun)
+os.read(ready, 1)
+"""
+
+
+def test_a_process_that_was_told_no_parent_ends_where_its_own_is_gone_before_it_serves() -> None:
+    """A launcher need not say who the parent is. An orphan would wait for a supervisor for ever."""
+    environment = {name: value for name, value in os.environ.items() if name != "FRESCO_PARENT_PID"}
+    parent = [sys.executable, "-c", PARENT, ORPHAN]
+    ended = subprocess.run(parent, env=environment, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0 and not ended.stdout
+    assert "died at once, or a wrapper forked" in ended.stderr

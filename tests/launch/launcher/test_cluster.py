@@ -38,8 +38,7 @@ from launch.launcher.node_messages import (
 )
 from launch.launcher.protocol import Handle, Spec
 from rl.config.schema import ConfigError, load_config
-from rl.learner.changes import FILE as CHANGES
-from rl.learner.changes import WISH
+from rl.learner.changes import CHANGES, WISH
 from rl.observe.trace import boot_id
 from rl.store.checkpoint_folder import Meta, begin, commit, latest, read_journal
 from rl.wire.run import RunFile, key_pair

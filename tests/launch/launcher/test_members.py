@@ -174,7 +174,7 @@ def test_rank_0_stands_where_the_runs_folder_is_seen_and_the_others_as_told(gpus
 
 def test_what_came_back_with_its_machine_has_its_gpus_and_its_home() -> None:
     members = Members(1, 25.0, {})
-    member = members.returned(0.0, b"1", 1, ["0", "1", "2"])
+    member = members.join(0.0, b"1", ["0", "1", "2"], 1)
     members.keep(member, "generator.0.3", ["1"])
     assert member.free == ["0", "2"] and members.away(2) == []
     members.ended("generator.0.3")

@@ -20,9 +20,10 @@ from filelock import FileLock
 from launch.cli import main
 from launch.provenance import Provenance, differences, read_provenance, write_provenance
 from launch.report.blocks import Arrays, block_of_arrays, block_of_json, layout
-from launch.report.gather import gather, read_rows, reward_interval
+from launch.report.gather import gather, reward_interval
 from launch.report.samples import chosen
 from launch.report.timeline import KINDS, Builder
+from launch.sittings import read_rows
 from rl.config.schema import load_config
 from rl.observe.alarms import RaisedAlarm, keep_alarm
 from rl.observe.trace import Source, TraceRecord, trace_files
@@ -105,7 +106,7 @@ def test_a_run_that_goes_on_and_is_killed_in_its_middle(tmp_path: Path) -> None:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as supervisor:
         try:
             deadline = time.monotonic() + 240
-            while len(read_rows(run / "metrics.jsonl")) < 5:
+            while len(list(read_rows(run))) < 5:
                 assert supervisor.poll() is None and time.monotonic() < deadline, "no step was trained"
                 time.sleep(0.05)
             assert gather(run).facts["state"] == "running"

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 import zmq
 
 from experiments.bench._inbox import receive_from
 from experiments.columns import token_columns
-from launch.launcher.local import Begun, Command
+from launch.launcher.local import Command, LocalHandle
 from rl.weights.host import clean_up
 from rl.wire.messages import (
     BatchPart,
@@ -49,7 +50,7 @@ class Harness:
         self.ranks = run.config.learner.ranks
         self.inbox: list[Message] = []
         self.registered: set[tuple[int, int]] = set()  # (rank, incarnation)
-        self.children: list[Begun] = []
+        self.children: list[psutil.Process] = []
         self.learner = b""  # identity on the socket `steps`
         self.context = zmq.Context()
         self.control = open_socket(zmq.ROUTER, run, "control", bind=True, context=self.context)
@@ -91,7 +92,7 @@ class Harness:
         self.close()
 
     def kill(self) -> None:
-        running = [child for child in self.children if child.poll() is None]
+        running = [child for child in self.children if LocalHandle(child).poll() is None]
         for child in running:
             child.send_signal(signal.SIGKILL)
         for child in running:
@@ -111,7 +112,9 @@ class Harness:
             peer, message = receive_from(socket)
             if socket is self.steps:
                 self.learner = peer
-            if isinstance(message, SaveRequest) and self.children[0].poll() is None:  # the dead take no answer
+            if (
+                isinstance(message, SaveRequest) and LocalHandle(self.children[0]).poll() is None
+            ):  # the dead take no answer
                 self.answer(Journal(message.version, f"journal {message.version.n}".encode()))
             if isinstance(message, Register):
                 self.registered.add((message.index, message.incarnation))

@@ -12,7 +12,7 @@ from rl.wire import sockets
 from rl.wire.messages import BatchRequest, ProtocolError
 from rl.wire.names import Names
 from rl.wire.run import RunFile
-from rl.wire.sockets import make_curve_key, open_socket, send
+from rl.wire.sockets import Connection, make_curve_key, open_socket, send
 from tests.conftest import MakeRun
 
 
@@ -71,3 +71,24 @@ def test_a_stranger_is_refused(peer: bytes) -> None:
     assert Names().sender(b"env_server.1.12", "env_server", 2) == (1, 12)
     with pytest.raises(ProtocolError, match="stranger"):
         Names().sender(peer, "env_server", 2)
+
+
+def test_a_context_that_is_destroyed_ends_a_monitor_before_its_reader(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other way round an event that comes between them stops ZeroMQ's thread, and `close` waits for it for ever."""
+    read_on = []
+    close = Connection.close
+
+    def noted(self: Connection, linger: int | None = None) -> None:
+        read_on.append(not self.news.closed)
+        close(self, linger)
+
+    run = make_run()
+    context = zmq.Context()
+    # pyzmq closes the sockets of a context in any order.
+    opened = [open_socket(zmq.DEALER, run, "steps", context=context) for _ in range(20)]
+    monkeypatch.setattr(Connection, "close", noted)
+    context.destroy(linger=0)
+
+    assert read_on == [True] * len(opened)

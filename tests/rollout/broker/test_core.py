@@ -12,7 +12,6 @@ import pytest
 
 from rl.config.seeds import sample_seed, task_order
 from rl.wire.messages import Ticket, Version
-from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import (
     Action,
     EmitBatch,
@@ -24,6 +23,8 @@ from rollout.broker.actions import (
     RevokeTickets,
     StopRun,
 )
+from rollout.broker.core import BrokerCore
+from rollout.broker.rules import Rules
 from tests.rollout.broker.audited import AuditedLedger
 
 

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from rollout.broker import BrokerCore
 from rollout.broker.actions import GroupRecord
+from rollout.broker.core import BrokerCore
 from rollout.broker.tasks import SuccessWeighted, mixed_chance
 from tests.rollout.broker.test_core import Driver, rules
 

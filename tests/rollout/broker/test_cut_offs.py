@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.wire.messages import Ticket
-from rollout.broker import Rules
 from rollout.broker.actions import Action, EmitBatch, Finished, GroupRecord
+from rollout.broker.rules import Rules
 from tests.rollout.broker.test_core import Driver, of
 
 STEPS = 20

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import rollout.broker
 from rl.wire.messages import Version
-from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import Action, EmitBatch, EpisodeOutcome, GroupRecord, IssueTicket
+from rollout.broker.core import BrokerCore
+from rollout.broker.rules import Rules
 
 Batch = list[tuple[int, int]]
 """Number and version of each group."""

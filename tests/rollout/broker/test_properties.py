@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.broker import Rules
+from rollout.broker.rules import Rules
 from tests.rollout.broker.world import World
 
 

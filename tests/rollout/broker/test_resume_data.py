@@ -9,7 +9,7 @@ import pytest
 
 from rl.config.alarms import AlarmsConfig
 from rl.observe.alarms import Alarms
-from rollout.broker import BrokerCore
+from rollout.broker.core import BrokerCore
 from rollout.broker.guards import BatchGuards
 from tests.rollout.broker.test_core import Driver, rules
 

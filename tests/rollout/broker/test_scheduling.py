@@ -8,9 +8,10 @@ import pytest
 
 from rl.config.schema import ConfigError, load_config
 from rl.wire.messages import Ticket, Version
-from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import EmitBatch, EpisodeOutcome, GroupRecord, IssueTicket
 from rollout.broker.built_in_hooks import MIN_PEERS, Quarantine
+from rollout.broker.core import BrokerCore
+from rollout.broker.rules import Rules
 from rollout.broker.tasks import DrawnTask
 from tests.rollout.broker.audited import AuditedLedger
 from tests.rollout.broker.test_core import Driver, groups_of, of, rules

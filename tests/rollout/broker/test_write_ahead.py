@@ -40,12 +40,14 @@ from rl.wire.messages import (
     encode,
     encode_all,
 )
-from rollout.broker import BrokerCore, Rules, write_ahead
+from rollout.broker import write_ahead
 from rollout.broker.actions import IssueTicket, RevokeTickets
+from rollout.broker.core import BrokerCore
 from rollout.broker.hooks import BrokerHook, Proposals
 from rollout.broker.intake import Intake
 from rollout.broker.kept import CannotKeep, Kept, keep, restore
 from rollout.broker.records import Attempt
+from rollout.broker.rules import Rules
 from rollout.broker.write_ahead import LogDamaged, WriteAheadLog
 from tests.rollout.broker.test_properties import configurations
 from tests.rollout.broker.world import World

@@ -11,7 +11,6 @@ from typing import Any
 
 from rl.config.section import split_named
 from rl.wire.messages import Ticket, Trajectory, Version
-from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import (
     Action,
     EmitBatch,
@@ -24,6 +23,8 @@ from rollout.broker.actions import (
     StopRun,
 )
 from rollout.broker.assembly import outcome_of
+from rollout.broker.core import BrokerCore
+from rollout.broker.rules import Rules
 from rollout.broker.validation import fault
 from tests.rollout.broker.audited import AuditedLedger
 from tests.rollout.broker.corruptions import CORRUPTIONS

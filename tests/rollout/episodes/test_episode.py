@@ -22,12 +22,13 @@ from rl.store.samples import Sample, sample_of
 from rl.wire.messages import NO_OPINION, Abort, Generate, Generated, Trajectory, Version
 from rl.wire.process import WaitExpired
 from rollout.episodes.environment import ChatMessage, Opening, RewardFailed, Step, TurnText
-from rollout.episodes.episode import EpisodeContext, EpisodeFailed, Progress, run_episode
+from rollout.episodes.episode import EpisodeContext, Progress, run_episode
 from rollout.episodes.generation import GenerationClient
 from rollout.episodes.hooks import EpisodeHooks
 from rollout.episodes.parsing import DistantParser, HermesParser, ParsedTurn, SampledText, TurnReader, make_reader
 from rollout.episodes.tokenizer import ChatTokenizer, IdTokenizer
 from rollout.episodes.turn_barrier import TurnBarrier
+from rollout.episodes.turns import EpisodeFailed
 from tests.envs.harness import generated, ticket
 
 
@@ -287,6 +288,10 @@ class Unsure(Scripted):
         ((10**400,), [0.0], "environment: step of turn 1 answered a reward that is no number"),
         (("much",), [0.0], "environment: step of turn 1 answered a reward that is no number"),
         ((0.5, RewardFailed("grade raised KeyError: 3"), 1.0), [0.5, 0.0], "grade raised KeyError: 3"),
+        ((6e5, 5e5), [0.0, 0.0], "environment: the rewards of an episode add up to 1.1e+06: at most 1e+06 in size"),
+        ((-1e6, -1e6, 1e6), [-1e6, -1e6, 1e6], ""),
+        ((-1e6, -1.0), [0.0, 0.0], "environment: the rewards of an episode add up to -1e+06"),
+        ((1e6, 1.0, RewardFailed("grade raised KeyError: 3")), [0.0, 0.0, 0.0], "grade raised KeyError: 3"),
     ],
 )
 def test_a_reward_that_is_not_known_masks_the_episode_and_fails_no_ticket(

@@ -136,7 +136,6 @@ def test_a_bridge_that_is_refused_opens_a_root(folders: Callable[[str], Path]) -
     turn = forest.attach([USER])
     user, observation = chat.stop_ids[:2]
     answer(forest, turn, [*letters(chat, "one", ended=False), observation])
-    assert forest.turns[0].message is not None
     turn = forest.attach([USER, forest.turns[0].message, MORE])  # it ended as if a tool were to answer
     assert turn.parent is None and forest.forks == {"bridge": 1} and user != observation
 
@@ -208,6 +207,23 @@ def test_hermes_reads_calls_and_leaves_the_rest() -> None:
     assert parser.parse("<think>\nunfinished").reasoning == "unfinished"
     deep = "<tool_call>" + '{"name": "x", "arguments": ' + "[" * 50_000 + "}</tool_call>"
     assert parser.parse(deep).content == deep
+
+
+def test_a_thought_behind_text_is_reasoning_and_its_calls_are_drafts() -> None:
+    parser = HermesParser()
+    made = parser.parse(CALL).calls
+    behind = parser.parse(f"Well.\n<think>\n{CALL}?\n</think>\nSo: {CALL}")
+    assert (behind.content, behind.reasoning, behind.calls) == ("Well.\n\nSo:", f"{CALL}?", made)
+    again = parser.parse(f"<think>one </think>Well. <think>two {CALL}</think> Done")
+    assert (again.content, again.reasoning, again.calls) == ("Well.  Done", f"one two {CALL}", ())
+    across = parser.parse(f'<tool_call>{{"name": <think>}}</tool_call>{CALL}</think>{CALL}')
+    assert across.calls == made and CALL in across.reasoning
+
+    for text in (f"Well. <think>{CALL}", f"{CALL} Write <think>, then {CALL}"):
+        cut = parser.parse(text)
+        assert cut.calls == made * text.startswith(CALL) and cut.content.endswith(CALL) and not cut.reasoning
+    quoted = '<tool_call>{"name": "f", "arguments": {"x": "<think>"}}</tool_call>'
+    assert parser.parse(quoted + CALL).calls == (("f", '{"x": "<think>"}'), *made)
 
 
 def test_a_parser_that_does_not_fit_the_template_is_refused(folders: Callable[[str], Path]) -> None:

@@ -28,8 +28,8 @@ def test_what_is_certain_is_a_beginning_of_what_is_parsed_in_the_end() -> None:
     parser = HermesParser()
     chance = random.Random(7)
     told = 0
-    for _ in range(3000):
-        text = "".join(chance.choices(PARTS, k=chance.randint(1, 12)))
+    turns = ["".join(chance.choices(PARTS, k=chance.randint(1, 12))) for _ in range(3000)]
+    for text in (*turns, "<think>a <</think><think>b</think>c"):
         parsed = parser.parse(text)
         before = ParsedTurn("")
         for end in range(len(text) + 1):

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.generator.engines.timing import BatchModel, SimulatedOptions, Timing
+from rollout.generator.engines.timing import BatchModel, SimulatedOptions
 
 
 def limited(kv_tokens: float, lengths: list[int], prompt: int = 10) -> tuple[BatchModel, list[tuple[str, int]]]:
     """All sequences at once, run to their ends; the events by kind and key."""
-    timing = Timing(SimulatedOptions(decode_base_s=1.0, decode_per_seq_s=0.0, prefill_tokens_per_s=1e3))
+    timing = SimulatedOptions(decode_base_s=1.0, decode_per_seq_s=0.0, prefill_tokens_per_s=1e3)
     batch = BatchModel(timing, 64, kv_tokens=kv_tokens)
     for key, length in enumerate(lengths):
         batch.add(key, prompt, prompt, length)

@@ -16,14 +16,14 @@ from rl.wire.run import ProcessContext
 from rollout.generator.engines import simulated
 from rollout.generator.engines.base import Sampled
 from rollout.generator.engines.simulated import SimulatedEngine
-from rollout.generator.engines.timing import BatchModel, Event, SimulatedOptions, Timing
+from rollout.generator.engines.timing import BatchModel, Event, SimulatedOptions
 from tests.conftest import MakeRun
 from tests.rollout.generator.fake_weights import FakeReceiver
 
 
 def model(seats: int = 4, **config: float) -> BatchModel:
     values = {"prefill_tokens_per_s": 1000.0, "decode_base_s": 0.01, "decode_per_seq_s": 0.002} | config
-    return BatchModel(Timing(SimulatedOptions.model_validate(values)), seats)
+    return BatchModel(SimulatedOptions.model_validate(values), seats)
 
 
 def run_out(batch: BatchModel) -> list[Event]:
@@ -119,11 +119,11 @@ def test_steps_of_the_clock_do_not_change_the_events() -> None:
 
 
 def test_response_lengths_have_the_configured_mean() -> None:
-    timing = Timing(SimulatedOptions(length_mean=200, length_sigma=1.0))
+    timing = SimulatedOptions(length_mean=200, length_sigma=1.0)
     lengths = [timing.response_length(seed) for seed in range(20_000)]
     assert np.mean(lengths) == pytest.approx(200, rel=0.05)
     assert np.median(lengths) == pytest.approx(200 * math.exp(-0.5), rel=0.05)
-    assert Timing(SimulatedOptions(length_mean=24, length_sigma=0)).response_length(1) == 24
+    assert SimulatedOptions(length_mean=24, length_sigma=0).response_length(1) == 24
 
 
 # ---------------------------------------------------------------- the engine

@@ -1,6 +1,6 @@
 """Whole experts on each rank of a tensor-parallel engine (`generator.options.expert_parallel`), on a CPU.
 
-Of vLLM's own parts this uses what vLLM does not promise to keep, as `vllm_internals.py` does; written for vllm 0.32.
+Of vLLM's own parts this uses what vLLM does not promise to keep; written for vllm 0.32.
 """
 
 from __future__ import annotations

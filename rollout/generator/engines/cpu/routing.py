@@ -4,7 +4,7 @@ On GPUs `enable_return_routed_experts` does this (`vllm_settings.py`); what is t
 position, and is its routing by the weights that read it first. Where the prefix cache has a position's keys and values,
 its row is that of the request that computed them. So rows are kept by slots of the cache, too.
 
-Of vLLM's own parts this uses what vLLM does not promise to keep, as `vllm_internals.py` does; written for vllm 0.32.
+Of vLLM's own parts this uses what vLLM does not promise to keep; written for vllm 0.32.
 """
 
 from __future__ import annotations

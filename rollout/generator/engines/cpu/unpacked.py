@@ -1,6 +1,6 @@
 """Where a load may write into a model's parameters: linear layers on a CPU that keep their weights as they are loaded.
 
-Of vLLM's own parts this uses what vLLM does not promise to keep, as `vllm_internals.py` does; written for vllm 0.32.
+Of vLLM's own parts this uses what vLLM does not promise to keep; written for vllm 0.32.
 """
 
 from __future__ import annotations

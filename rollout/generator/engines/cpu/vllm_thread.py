@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -41,28 +41,21 @@ class Mailbox:
         self.spans: list[tuple[str, int]] = []
         self._core = core
         self.request_id = request_id
-        self._outputs: deque[RequestOutput] = deque()
-        self._awaited: asyncio.Future[None] | None = None
+        self._outputs: asyncio.Queue[RequestOutput | None] = asyncio.Queue()  # None: the core has died
 
     def put(self, output: RequestOutput) -> None:
         self._core.outputs.append((self, output))
 
-    def delivered(self, output: RequestOutput) -> None:
+    def delivered(self, output: RequestOutput | None) -> None:
         """Take one output, in the loop's thread."""
-        self._outputs.append(output)
-        self.wake()
-
-    def wake(self) -> None:
-        if self._awaited is not None and not self._awaited.done():
-            self._awaited.set_result(None)
+        self._outputs.put_nowait(output)
 
     async def next(self) -> RequestOutput:
-        while not self._outputs:
-            if self._core.died.done():
-                raise EngineDeadError from self._core.died.result()
-            self._awaited = asyncio.get_running_loop().create_future()
-            await self._awaited
-        return self._outputs.popleft()
+        output = await self._outputs.get()
+        if output is None:
+            self.delivered(None)  # nothing else will come
+            raise EngineDeadError from self._core.died.result()
+        return output
 
     async def abort(self) -> None:
         self._core.abort(self.request_id)
@@ -84,7 +77,7 @@ class OwnThread:
         self.streams: set[Mailbox] = set()
         self.outputs: list[tuple[Mailbox, RequestOutput]] = []  # of the step that runs
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: the end
-        self._drained: tuple[asyncio.Future[None], bool] | None = None  # who waits, and whether to clear the cache
+        self._drained: tuple[Future[None], bool] | None = None  # who waits, and whether to clear the cache
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     async def death(self, patience_s: float) -> EngineDied:
@@ -150,22 +143,19 @@ class OwnThread:
 
     async def _call(self, work: Callable[[], T]) -> T:
         """What it answers, or raises, in the core's thread. Raises EngineDeadError where that has ended."""
-        answer: asyncio.Future[T] = self._loop.create_future()
+        answer: Future[T] = Future()
 
         def call() -> None:
             try:
-                value = work()
+                answer.set_result(work())
             except Exception as error:
-                self._loop.call_soon_threadsafe(_fail, answer, error)
-            else:
-                self._loop.call_soon_threadsafe(_answer, answer, value)
+                answer.set_exception(error)
 
         self._calls.put(call)
-        await self._done_or_dead(answer)
-        return answer.result()
+        return await self._done_or_dead(answer)
 
     async def _drain(self, clear_cache: bool) -> None:
-        drained: asyncio.Future[None] = self._loop.create_future()
+        drained: Future[None] = Future()
 
         def begin() -> None:
             self._core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
@@ -174,12 +164,13 @@ class OwnThread:
         await self._call(begin)
         await self._done_or_dead(drained)
 
-    async def _done_or_dead(self, answer: asyncio.Future[Any]) -> None:
-        ends: set[asyncio.Future[Any]] = {answer, self.died}
+    async def _done_or_dead(self, answer: Future[T]) -> T:
+        done = asyncio.wrap_future(answer)
+        ends: set[asyncio.Future[Any]] = {done, self.died}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            answer.cancel()
+        if not done.done():
             raise EngineDeadError from self.died.result()
+        return done.result()
 
     def _deliver(self, outputs: list[tuple[Mailbox, RequestOutput]]) -> None:
         for mailbox, output in outputs:
@@ -191,7 +182,7 @@ class OwnThread:
         if not self.died.done():
             self.died.set_result(died)
         for mailbox in self.streams:
-            mailbox.wake()
+            mailbox.delivered(None)
 
     # ------------------------------------------------------------ the core's thread
 
@@ -233,14 +224,4 @@ class OwnThread:
         drained, clear_cache = self._drained
         self._drained = None
         self._core._finish_pause(clear_cache)
-        self._loop.call_soon_threadsafe(_answer, drained, None)
-
-
-def _answer(future: asyncio.Future[T], value: T) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _fail(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
+        drained.set_result(None)

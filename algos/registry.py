@@ -95,19 +95,34 @@ _S = TypeVar("_S", bound=Spec)
 _registered: dict[str, dict[str, Any]] = {"loss": {}, "advantage": {}, "shaping": {}}
 
 
-def register_loss(name: str, options: type = NoOptions, **traits: Any) -> Callable[[_F], _F]:
-    """traits: further fields of `LossSpec`. Raises ValueError for a name that is taken."""
-    return _register(LossSpec, name, options, traits)
+def register_loss(
+    name: str,
+    options: type = NoOptions,
+    *,
+    needs_proximal: NeedsProximal = False,
+    entropy_gradient: bool = False,
+    advantage: str = "group",
+    aggregation: Aggregation = "token",
+) -> Callable[[_F], _F]:
+    """See `LossSpec`. Raises ValueError for a name that is taken."""
+    return _register(LossSpec, name, options, needs_proximal, entropy_gradient, advantage, aggregation)
 
 
-def register_advantage(name: str, options: type = NoOptions, **traits: Any) -> Callable[[_F], _F]:
-    """traits: further fields of `AdvantageSpec`. Raises ValueError for a name that is taken."""
-    return _register(AdvantageSpec, name, options, traits)
+def register_advantage(
+    name: str,
+    options: type = NoOptions,
+    *,
+    level: Level = "sample",
+    needs_values: bool = False,
+    needs_group: bool = False,
+) -> Callable[[_F], _F]:
+    """See `AdvantageSpec`. Raises ValueError for a name that is taken."""
+    return _register(AdvantageSpec, name, options, level, needs_values, needs_group)
 
 
 def register_shaping(name: str, options: type = NoOptions) -> Callable[[_F], _F]:
     """See `ShapingSpec`. Raises ValueError for a name that is taken."""
-    return _register(ShapingSpec, name, options, {})
+    return _register(ShapingSpec, name, options)
 
 
 def get_loss(loss: str | LossSpec | LossFunction) -> LossSpec:
@@ -164,12 +179,12 @@ def parse_options(spec: Spec, options: Mapping[str, Any]) -> Any:
     return spec.options(**values)
 
 
-def _register(kind: type[Spec], name: str, options: type, traits: Mapping[str, Any]) -> Callable[[_F], _F]:
+def _register(kind: type[Spec], name: str, options: type, *traits: Any) -> Callable[[_F], _F]:
     def register(function: _F) -> _F:
         table = _registered[kind.kind]
         if name in table:
             raise ValueError(f"{name!r} is registered twice")
-        table[name] = kind(name, function, options, **traits)
+        table[name] = kind(name, function, options, *traits)
         return function
 
     return register

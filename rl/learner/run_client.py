@@ -465,8 +465,7 @@ class RunClient(Client):
                 self._service.peer_died(died)
 
     def _wait(self, socket_of: Callable[[], zmq.SyncSocket], kind: type[M], deadline_s: float, what: str) -> M:
-        """The broker's next message of this kind. Stop, a failed update of the weights and a new broker are honoured
-        meanwhile."""
+        """The broker's next message of this kind, honouring Stop, failures of the weight updates and a new broker meanwhile."""
         begin = self._clock()
         arrived: list[M] = []
 

@@ -465,7 +465,7 @@ class RunClient(Client):
                 self._service.peer_died(died)
 
     def _wait(self, socket_of: Callable[[], zmq.SyncSocket], kind: type[M], deadline_s: float, what: str) -> M:
-        """The broker's next message of this kind; Stop, failures of weight updates and a new broker are heard meanwhile."""
+        """The next message of this kind. Stop, failures of weight updates and a new broker are heard meanwhile."""
         begin = self._clock()
         arrived: list[M] = []
 

@@ -29,6 +29,7 @@ from envs.sandbox import memory, syscalls
 from envs.sandbox.base import WORKSPACE, Command, Limits, Result, Sandbox, SandboxError, Template, last_line
 from envs.sandbox.process import run_command
 from envs.sandbox.runtime import HOME, UID, build_root, default_runtime
+from rl.wire.process import adopt_orphans
 
 STATE = Path("/run/fresco-sandbox")
 """Where the root folder, the templates and the slots are mounted, unseen by the host."""
@@ -66,8 +67,8 @@ class BubblewrapBackend:
         for slot in reversed(range(slots)):
             self._free_slots.put(slot)
 
-        # bwrap's inner process outlives the outer one by a moment.
-        syscalls.adopt_orphans(1)
+        # The inner process of bwrap outlives the outer one by a moment. Never taken back: others may count on it.
+        adopt_orphans()
         STATE.mkdir(mode=0o711, parents=True, exist_ok=True)
         with ThreadPoolExecutor(1, "sandbox-mounts") as first:
             self._namespace = first.submit(self._build).result()
@@ -101,7 +102,6 @@ class BubblewrapBackend:
 
         self._closed = True
         self._pool.shutdown()
-        syscalls.adopt_orphans(-1)
         for tree in self._trees.values():
             tree.remove()
         # This descriptor is the last user of the mounts: they end here.

@@ -19,11 +19,8 @@ MS_REC = 16384
 MS_PRIVATE = 1 << 18
 CLONE_FS = 0x00000200
 CLONE_NEWNS = 0x00020000
-_PR_SET_CHILD_SUBREAPER = 36
 # What reading a task's /proc file raises when the task ends before it is opened, or while it is read.
 _TASK_ENDED = (FileNotFoundError, ProcessLookupError)
-_adopting = 0
-_adopting_lock = threading.Lock()
 
 
 def mount(source: str, target: str | Path, kind: str, flags: int = 0, data: str = "") -> None:
@@ -52,16 +49,6 @@ def join_mount_namespace(descriptor: int) -> None:
     """Move the calling thread, and the processes it starts from now on, into the namespace."""
     _check(_libc.unshare(CLONE_FS), "unshare(CLONE_FS)")
     _check(_libc.setns(descriptor, CLONE_NEWNS), "setns(mount namespace)")
-
-
-def adopt_orphans(users: int) -> None:
-    """While anyone has asked for it with 1 and not taken it back with -1, descendants whose parent is gone become this
-    process's children. Else they become the host's first process's, which may reap rarely or never."""
-    global _adopting
-    with _adopting_lock:
-        _adopting += users
-        wanted = ctypes.c_ulong(_adopting > 0)
-        _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, wanted, 0, 0, 0), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def reap_orphans(uid: int) -> None:

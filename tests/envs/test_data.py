@@ -200,7 +200,8 @@ def test_large_data_are_not_encoded_without_need(
     encode = ChatTokenizer.encode
 
     def counted(self: Any, text: str) -> list[int]:
-        encoded.append(len(text))
+        if "short" in text or "00" in text:  # of a row; the template's own marks are read besides
+            encoded.append(len(text))
         return encode(self, text)
 
     monkeypatch.setattr(ChatTokenizer, "encode", counted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import threading
@@ -16,8 +17,10 @@ from envs.sandbox.bubblewrap import STATE, BubblewrapBackend
 from envs.sandbox.docker import DockerBackend, create_command, exec_command, running_engine
 from envs.sandbox.memory import Watchdog
 from envs.sandbox.process import CappedOutput
+from rl.wire.process import adopt_orphans
 from tests.envs.sandboxes import python, sh, world_writable
 
+_PR_GET_CHILD_SUBREAPER = 37
 LIMITS = Limits(timeout_s=60)
 
 
@@ -245,3 +248,12 @@ def test_processes_and_threads_that_end_meanwhile_do_not_disturb_the_reaping() -
     finally:
         ended.set()
         starter.join()
+
+
+def test_who_adopts_orphans_goes_on_when_a_backend_closes() -> None:
+    """A supervisor counts on it: copies of its fork server are its children by that alone."""
+    is_one = ctypes.c_int()
+    adopt_orphans()
+    BubblewrapBackend(slots=1, threads=1).close()
+    assert ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(is_one), 0, 0, 0) == 0
+    assert is_one.value == 1

@@ -99,9 +99,11 @@ class Harness:
             child.wait()
 
     def close(self) -> None:
-        self.kill()
-        self.context.destroy(linger=0)
-        clean_up(self.run.run_id)
+        try:
+            self.kill()
+        finally:  # a context that is never destroyed, its sockets open, stops whoever collects garbage
+            self.context.destroy(linger=0)
+            clean_up(self.run.run_id)
 
     def pump(self, timeout_s: float = 0.1) -> None:
         """Take what has arrived on both sockets."""

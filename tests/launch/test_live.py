@@ -34,6 +34,12 @@ def children() -> Children:
     return found
 
 
+def test_a_row_tells_who_has_waited_for_whom() -> None:
+    values = Observed(started_at=time.time(), step=0).step_values(children())
+    assert values["wait/learner.7/broker"] == 1000.0
+    assert len([name for name in values if name.startswith("wait/")]) == sum(ROLES.values())
+
+
 def test_everything_stands_on_a_small_screen(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     observed = Observed(started_at=time.time() - 75, step=0)
     display = Display(make_run("steps=120"), observed)

@@ -64,7 +64,7 @@ def test_each_role_loads_its_own_in_a_run(tmp_path: Path) -> None:
     assert len(played) >= 20 * 16 and TWO_TURNS in played
 
     answers = answers_of_two(tmp_path)
-    assert len(answers) > 300 and set(answers) == {1}
+    assert len(answers) > 30 and set(answers) == {1}
 
 
 def test_the_simulator_loads_them_all(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from launch.cli import main
 from rl.store.batch_files import read_batch_parts
 from tests.test_end_to_end_simulated import check_books, finish, metrics_rows, start, wait_for_step
 
-STEPS = 40
+STEPS = 60
 
 
 def test_a_live_run_goes_back_and_closes_its_books(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,9 +26,9 @@ def test_a_live_run_goes_back_and_closes_its_books(tmp_path: Path, capsys: pytes
     assert main(["set", str(folder), "rollout.alpha=2"]) == 2
     assert "it cannot change while a run goes on; what can is learner.lr" in capsys.readouterr().err
 
-    begin = time.process_time()
+    begin = time.thread_time()
     assert main(["undo", str(folder), "--to", "16"]) == 0
-    assert time.process_time() - begin < 2
+    assert time.thread_time() - begin < 2
     assert "version 16 is the newest again, in timeline 1" in capsys.readouterr().out
 
     check_books(finish(process, tmp_path), STEPS)

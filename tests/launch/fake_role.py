@@ -31,12 +31,16 @@ def main() -> None:
         if behaviour == "give up" and process.incarnation == 0:
             time.sleep(0.3)
             raise CheckpointError("step-8/state was damaged")
-        if behaviour == "raise" or (behaviour == "raise later" and process.incarnation == 0):
+        while behaviour == "raise once a generator is up" and not (process.run.folder / "up.generator").exists():
+            time.sleep(0.01)
+        if behaviour.removesuffix(" once a generator is up") == "raise" or (
+            behaviour == "raise later" and process.incarnation == 0
+        ):
             time.sleep(0.3)
             raise ValueError("the first cause")
         if behaviour == "step":
             process.send(Metrics(1, {"steps": 1.0}))
-        if behaviour == "tell":
+        if behaviour in ("tell", "slow end"):
             (process.run.folder / f"up.{role}").touch()
         if behaviour.startswith("signal "):
             os.kill(os.getppid(), int(behaviour.removeprefix("signal ")))

@@ -136,7 +136,7 @@ def test_a_supervisor_that_takes_over_goes_on_with_what_lives_and_replaces_what_
 
 
 def test_a_run_that_failed_ends_in_time(run: RunFile, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _ = execute(run, proxy="raise", generator="slow end")
+    code, _ = execute(run, proxy="raise once a generator is up", generator="slow end")
     assert code == 1 and not (run.folder / "ended").exists()
     assert "killed after 2 s: generator.0" in capsys.readouterr().out
 

@@ -45,7 +45,7 @@ from rl.wire.run import RunFile, key_pair
 from rl.wire.sockets import make_curve_key
 from tests.conftest import MakeRun
 
-LEASE_S = 1.0
+LEASE_S = 3.0
 PATIENCE_S = 20.0
 M = TypeVar("M", bound=FromHead)
 

@@ -158,7 +158,7 @@ def test_requests_wait_for_their_version_and_the_process_stops_cleanly(start: Ca
     beat = outside.heartbeat(lambda beat: beat.stats["running"] == 0 and beat.stats["tokens"] == 200)
     assert beat.stats["busy_s"] >= 0.3 and beat.stats["idle_s"] > 0 and beat.stats["loads"] == 3
     outside.generate(3, gate=3)
-    outside.running(lambda running: running.get(3, 0) > 0)
+    outside.get(outside.backend, lambda each: isinstance(each, FirstToken) and each.request_id == 3)
     send_to(outside.control, ME, Stop("test over"))
     assert outside.process.wait(timeout=60) == 0
     assert outside.process.stderr is not None and outside.process.stderr.read() == b""

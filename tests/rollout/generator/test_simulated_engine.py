@@ -226,7 +226,7 @@ def test_progress_grows_and_an_abort_returns_it(make_run: MakeRun) -> None:
 
 
 async def update_midway(engine: SimulatedEngine, reader: FakeReceiver) -> Sampled:
-    """One request of 100 tokens or more at 20 ms each; version 1 arrives after about 20 tokens."""
+    """One request of 100 tokens or more at 50 ms each; version 1 arrives after about 20 tokens."""
     started = asyncio.Event()
     task = asyncio.create_task(
         engine.generate(request(1), lambda sampled: started.set() if len(sampled.token_ids) > 20 else None)
@@ -253,7 +253,7 @@ def test_versions_per_token_over_an_update(make_run: MakeRun, on_update: str) ->
         after = await engine.generate(request(2, session=2), ignore)
         assert after.policy_version == [1] * 100
 
-    slow = ("generator.options.decode_base_s=0.02", "generator.options.length_mean=100")
+    slow = ("generator.options.decode_base_s=0.05", "generator.options.length_mean=100")
     play(make_run, scenario, f"generator.on_update={on_update}", "generator.options.load_s=0.02", *slow)
 
 

@@ -99,7 +99,7 @@ def test_a_flood_of_output_is_cut_and_the_outcome_is_kept(tmp_path: Path) -> Non
 @pytest.mark.parametrize("sandbox", [True, False])
 def test_what_a_program_starts_ends_with_it(tmp_path: Path, sandbox: bool) -> None:
     assert run(ESCAPE, sandbox=sandbox) == Outcome(0, False)
-    assert not left_over(tmp_path)
+    assert nothing_is_left(tmp_path)
 
     with pytest.raises(CommandFailed, match="deadline of 3 s"):
         run(ESCAPE + SLEEP, deadline_s=3.0, sandbox=sandbox)

@@ -49,9 +49,9 @@ MEASURED = (
 )
 """By `python -m experiments.bench deltas`, bfloat16 on the wire."""
 
-RECEIVED = 1.25e9
+RECEIVED = 1.44e9
 """Bytes a second that one process receives, however fast the cable, by `python -m experiments.bench link`."""
-WHOLE_S, SPARSE_S = 0.66e-9, 0.91e-9
+WHOLE_S, SPARSE_S = 0.57e-9, 0.66e-9
 """Seconds of a byte of the weights, beside cables and patches, by the same: a copy, and verified twice."""
 
 

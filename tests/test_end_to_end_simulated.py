@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,12 @@ def metrics_rows(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
+def restarts(tmp_path: Path) -> dict[str, int]:
+    """How many processes of each role were started in another's place: every incarnation has a log."""
+    logs = [path.name.split(".") for path in (tmp_path / "simulated" / "logs").iterdir()]
+    return dict(Counter(role for role, _, incarnation, _ in logs if incarnation != "0"))
+
+
 def check_books(summary: dict[str, Any], steps: int) -> None:
     samples = summary["ledger"]["samples"]
     tokens = summary["ledger"]["tokens"]
@@ -95,11 +102,12 @@ def test_a_run_closes_its_books(tmp_path: Path, alpha: float) -> None:
     assert [row["step"] for row in trained] == list(range(1, 21))
 
     longest = summary["longest_wait"]
-    assert longest["whom"] in WAITS_FOR[longest["process"].split(".")[0]]
+    role = longest["process"].split(".")[0]
+    assert longest["whom"] in WAITS_FOR[role]
     assert 0 < longest["seconds"] < summary["seconds"] and 1 <= longest["step"] <= 21
-    # Its heartbeat may have come after the last row: the summary knows it then, and no row does.
-    columns = {f"wait/{each}.0/{whom}" for each, whose in WAITS_FOR.items() for whom in whose}
-    assert columns & trained[-1].keys()
+    # Broker and learner know their steps; of others it is the one in which the heartbeat came, after the last row 21.
+    told = f"wait/{longest['process']}/{longest['whom']}" in trained[-1]
+    assert told or longest["step"] == 21 or role in ("broker", "learner")
 
 
 def test_a_run_ends_by_its_time(tmp_path: Path) -> None:
@@ -268,6 +276,7 @@ def test_two_nodes_of_another_launcher(tmp_path: Path) -> None:
         "learner.ranks=2",
         "learner.options.step_s=0.3",  # it is not over before whoever looks has seen it
     )
+
     process = start(tmp_path, *overrides)
     wait_for_step(tmp_path, 2)
     hosts = {
@@ -276,10 +285,12 @@ def test_two_nodes_of_another_launcher(tmp_path: Path) -> None:
         "rl.learner.simulated": {"127.0.0.1"},
         "rollout.generator.process": {"127.0.0.2"},
     }
+
     found: dict[str, set[str]] = {}
     while found != hosts:  # the first generator may still start when the other one has sampled two batches
         assert process.poll() is None, found
         found = {role: _listens_at(pid_of(tmp_path, role)) for role in hosts}
+
     summary = finish(process, tmp_path)
     check_books(summary, steps=20)
     assert summary["weight_sync"]["dense"] > 2  # parts of ranks; a simulated learner's weights change all

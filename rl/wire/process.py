@@ -273,8 +273,8 @@ class Process:
 
     def _heartbeat(self) -> messages.Heartbeat:
         stats = dict(self.stats)
-        waits = dict(self.waits.seconds)
         longest = self.waits.longest
+        waits = dict(self.waits.seconds)  # read after it, and written before it: so they hold the longest as well
         if time.monotonic() >= self._next_pulse:
             self._next_pulse = time.monotonic() + _PULSE_S
             cpu_s = time.process_time()

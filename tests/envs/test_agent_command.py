@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from envs.gateway.command import Command, CommandFailed
 from rollout.episodes.environment import Endpoint, Outcome
+from tests.envs.left_over import left_over, nothing_is_left, running
 
 ENDPOINT = Endpoint("http://127.0.0.1:49009/s/5", "secret")
 GOOD = """
@@ -40,21 +39,6 @@ def run(program: str, deadline_s: float = 120.0, **limits: Any) -> Outcome:
     return asyncio.run(command.run({"worth": 0.75}, ENDPOINT))
 
 
-def left_over(tmp_path: Path) -> list[str]:
-    commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
-    sleeping = [command for command in commands if SLEEP in command]
-    return [*map(str, sleeping), *map(str, tmp_path.glob("fresco-*"))]
-
-
-def nothing_is_left(tmp_path: Path) -> bool:
-    """Now, or when the kernel has carried out the kill: it ends the processes of a namespace after the first one."""
-    deadline = time.monotonic() + 60
-    while found := left_over(tmp_path):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.01)
-    return True
-
-
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -63,7 +47,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("sandbox", [True, False])
 def test_a_program_gets_its_task_and_its_endpoint_and_answers(tmp_path: Path, sandbox: bool) -> None:
     assert run(GOOD, sandbox=sandbox) == Outcome(0.75, True, {"resp-1": 0.5}, {"n": 2})
-    assert not left_over(tmp_path)
+    assert not left_over(SLEEP, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +64,7 @@ def test_a_program_gets_its_task_and_its_endpoint_and_answers(tmp_path: Path, sa
 def test_a_program_that_answers_nothing_fails(tmp_path: Path, program: str, why: str) -> None:
     with pytest.raises(CommandFailed, match=why):
         run(program, memory_bytes=1 << 30, file_bytes=1 << 20)
-    assert not left_over(tmp_path)
+    assert not left_over(SLEEP, tmp_path)
 
 
 def test_memory_is_limited(tmp_path: Path) -> None:
@@ -88,7 +72,7 @@ def test_memory_is_limited(tmp_path: Path) -> None:
         run("x = b'x' * (1 << 30)", memory_bytes=200 << 20, disk_bytes=1 << 20)
     with pytest.raises(CommandFailed, match="MemoryError"):
         run("x = bytearray(3 << 30)", memory_bytes=1 << 30, sandbox=False)
-    assert not left_over(tmp_path)
+    assert not left_over(SLEEP, tmp_path)
 
 
 def test_a_flood_of_output_is_cut_and_the_outcome_is_kept(tmp_path: Path) -> None:
@@ -99,11 +83,11 @@ def test_a_flood_of_output_is_cut_and_the_outcome_is_kept(tmp_path: Path) -> Non
 @pytest.mark.parametrize("sandbox", [True, False])
 def test_what_a_program_starts_ends_with_it(tmp_path: Path, sandbox: bool) -> None:
     assert run(ESCAPE, sandbox=sandbox) == Outcome(0, False)
-    assert nothing_is_left(tmp_path)
+    assert nothing_is_left(SLEEP, tmp_path)
 
     with pytest.raises(CommandFailed, match="deadline of 3 s"):
         run(ESCAPE + SLEEP, deadline_s=3.0, sandbox=sandbox)
-    assert nothing_is_left(tmp_path)
+    assert nothing_is_left(SLEEP, tmp_path)
 
 
 @pytest.mark.parametrize("sandbox", [True, False])
@@ -111,14 +95,14 @@ def test_a_cancel_kills_the_program(tmp_path: Path, sandbox: bool) -> None:
     async def scene() -> None:
         command = Command([sys.executable, "-c", ESCAPE + SLEEP], sandbox=sandbox)
         task = asyncio.create_task(command.run({}, ENDPOINT))
-        while not any(SLEEP in each for each in left_over(tmp_path)):
+        while not running(SLEEP):
             await asyncio.sleep(0.02)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(asyncio.wait_for(scene(), 240))
-    assert nothing_is_left(tmp_path)
+    assert nothing_is_left(SLEEP, tmp_path)
 
 
 @pytest.mark.parametrize("sandbox", [True, False])
@@ -133,4 +117,4 @@ def test_a_cancel_at_any_moment_leaves_no_folder(tmp_path: Path, sandbox: bool) 
 
     for turns in range(12):
         asyncio.run(asyncio.wait_for(scene(turns), 240))
-        assert nothing_is_left(tmp_path), turns
+        assert nothing_is_left(SLEEP, tmp_path), turns

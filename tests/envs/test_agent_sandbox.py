@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from envs.gateway.command import Command, CommandFailed
 from rollout.episodes.environment import Endpoint, Outcome
 from rollout.episodes.tokenizer import ChatTokenizer
+from tests.envs.left_over import nothing_is_left, running
 from tests.envs.test_gateway import Rig, chat, run  # noqa: F401
 
 PYTHON = sys.executable
@@ -131,27 +130,13 @@ if STAY:
 """.replace("SLEEP_S", SLEEP_S)
 
 
-def left_over() -> list[str]:
-    lines = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
-    return [line for line in lines if SLEEP_S in line]
-
-
-def nothing_is_left() -> bool:
-    """Now, or when the kernel has carried out the kill: it ends the processes of a namespace after the first one."""
-    deadline = time.monotonic() + 60
-    while found := left_over():
-        assert time.monotonic() < deadline, found
-        time.sleep(0.01)
-    return True
-
-
 def test_daemons_end_with_it(tmp_path: Path) -> None:
     assert play(DAEMON.replace("STAY", "False")) == Outcome(0, False)
-    assert nothing_is_left()
+    assert nothing_is_left(SLEEP_S, tmp_path)
 
     with pytest.raises(CommandFailed, match="deadline of 5 s"):
         play(DAEMON.replace("STAY", "True"), deadline_s=5)
-    assert nothing_is_left() and not list(tmp_path.glob("fresco-*"))
+    assert nothing_is_left(SLEEP_S, tmp_path)
 
 
 BOMB = """
@@ -164,9 +149,9 @@ except OSError:
 """.replace("SLEEP_S", SLEEP_S)
 
 
-def test_a_fork_bomb_stays_within_its_processes() -> None:
+def test_a_fork_bomb_stays_within_its_processes(tmp_path: Path) -> None:
     assert play(BOMB, processes=24) == Outcome(0, False, info={"refused": True})
-    assert nothing_is_left()
+    assert nothing_is_left(SLEEP_S, tmp_path)
 
 
 FILL = """
@@ -191,11 +176,11 @@ def test_a_cancelled_program_that_hides_leaves_nothing(tmp_path: Path) -> None:
     async def scene() -> None:
         program = HEAD + DAEMON.replace("STAY", "True")
         task = asyncio.create_task(Command([PYTHON, "-c", program]).run({}, NOWHERE))
-        while len(left_over()) < 6:
+        while len(running(SLEEP_S)) < 6:
             await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(asyncio.wait_for(scene(), 60))
-    assert nothing_is_left() and not list(tmp_path.glob("fresco-*"))
+    assert nothing_is_left(SLEEP_S, tmp_path)

@@ -31,11 +31,11 @@ def main() -> None:
         if behaviour == "give up" and process.incarnation == 0:
             time.sleep(0.3)
             raise CheckpointError("step-8/state was damaged")
-        while behaviour == "raise once a generator is up" and not (process.run.folder / "up.generator").exists():
-            time.sleep(0.01)
-        if behaviour.removesuffix(" once a generator is up") == "raise" or (
-            behaviour == "raise later" and process.incarnation == 0
-        ):
+        if behaviour == "raise once a generator is up":
+            while not (process.run.folder / "up.generator").exists():
+                time.sleep(0.01)
+            behaviour = "raise"
+        if behaviour == "raise" or (behaviour == "raise later" and process.incarnation == 0):
             time.sleep(0.3)
             raise ValueError("the first cause")
         if behaviour == "step":

@@ -110,7 +110,7 @@ def test_every_byte_is_proven_before_the_pause(sender: Sender, events: list[str]
     assert status.version == FIRST and status.checksum == receipt
     hashes = len(ENTRIES) + RANKS  # each tensor by one of the ranks, which each add up their own
     assert events == ["hashed"] * hashes + ["pause", "load", "version 0.0", "resume"]
-    assert status.seconds["copy"] > 0.1, "the engine samples meanwhile, by the order above"
+    assert status.seconds["copy"] > max(0.1, status.seconds["pause"])
 
 
 def test_a_damaged_slot_is_refused_before_any_pause(sender: Sender, events: list[str]) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +155,57 @@ def test_a_block_has_one_device_and_ends_with_its_maker() -> None:
     block.close()
     with pytest.raises(OSError):
         map_block(block.handle, CPU)
+
+
+CUDART = r"""
+#include <cstdlib>
+#include <cstring>
+struct Handle { char reserved[64]; };
+extern "C" {
+int cudaMalloc(void** at, size_t bytes) { *at = aligned_alloc(512, (bytes + 511) / 512 * 512); return 0; }
+int cudaIpcGetMemHandle(Handle* made, void* at) { memset(made, 0xab, 64); memcpy(made, &at, 8); return 0; }
+int cudaIpcOpenMemHandle(void** at, Handle told, unsigned flags) {
+  if (flags != 1 || told.reserved[63] != char(0xab)) return 1;
+  memcpy(at, &told, 8);
+  return 0;
+}
+int cudaIpcCloseMemHandle(void* at) { memset(at, 1, 1); return 0; }
+int cudaFree(void* at) { memset(at, 2, 1); return 0; }
+const char* cudaGetErrorString(int code) { return "invalid argument"; }
+}
+"""
+
+
+def test_memory_of_cuda_goes_by_its_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of CUDA's runtime, of a library with its functions that has the memory of the host."""
+    library = tmp_path / "libcudart.so.99"
+    (tmp_path / "cudart.cpp").write_text(CUDART)
+    built = "g++", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", library, tmp_path / "cudart.cpp"
+    subprocess.run(built, check=True)
+    ctypes.CDLL(str(library))  # as torch has loaded its own
+
+    def on_host(pointer: Any, device: torch.device) -> torch.Tensor:
+        told = pointer.__cuda_array_interface__
+        return torch.frombuffer((ctypes.c_byte * told["shape"][0]).from_address(told["data"][0]), dtype=torch.uint8)
+
+    monkeypatch.setattr(torch.version, "cuda", "99.1")
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="7"))
+    monkeypatch.setattr(torch, "as_tensor", on_host)
+    gpu = torch.device("cuda", 0)
+
+    block = make_block(1000, gpu)
+    assert block.handle.device == "GPU 7" and len(block.data) == 1000 and not block.data.any()
+    view = map_block(Handle(*json.loads(json.dumps(block.handle))), gpu)
+    block.data[7] = 3
+    assert view.data[7] == 3
+    with pytest.raises(RuntimeError, match="cudaIpcOpenMemHandle: invalid argument"):
+        map_block(block.handle._replace(name=bytes(64).hex()), gpu)
+
+    view.close()
+    assert block.data[0] == 1
+    block.close()
+    assert block.data[0] == 2
 
 
 @pytest.mark.gpu

@@ -318,8 +318,9 @@ def _check_channel(config: Config, device: str, visible: int) -> None:
 
     if channel not in DEVICE_CHANNELS:
         return
-    why, fix = "", ""
+    why = fix = ""
     generator = config.generator
+
     if device == "cpu" or not config.steps:
         why = "it goes from GPU to GPU, and " + ("device=cpu" if device == "cpu" else "steps=0 leaves a learner none")
     elif config.network.transport != "ipc":
@@ -332,6 +333,7 @@ def _check_channel(config: Config, device: str, visible: int) -> None:
     elif channel == "ipc" and not shares_gpus(config, visible):
         why = f"it goes within one GPU, and placement={config.placement} gives engine and learner one each"
         fix = "placement=shared, or "
+
     if why:
         raise ConfigError(f"weights.transport={channel!r}: {why}; set {fix}weights.transport=auto")
 

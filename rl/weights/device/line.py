@@ -34,6 +34,7 @@ class Line(ABC):
             Link(run, PrefixStore(f"group/{self._number}/{rank}", self._store), 1, self._device, self._check)
             for rank in range(run.config.learner.ranks)
         ]
+
         self._asks = itertools.count()
         self._entries: list[Entry] = []  # known once a version has come, as is what each rank has of it
         self._tables: list[Table] = []

@@ -46,11 +46,10 @@ def make_block(nbytes: int, device: torch.device) -> Block:
 
     pointer = ctypes.c_void_p()
     name = _CudaHandle()
-    with torch.cuda.device(device):
-        _cuda("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
-        _cuda("cudaIpcGetMemHandle", ctypes.byref(name), pointer)
-        data = torch.as_tensor(_Pointer(pointer, nbytes), device=device).zero_()
-    return Block(Handle(_uuid(device), nbytes, bytes(name).hex()), data, lambda: _on(device, "cudaFree", pointer))
+    _cuda(device, "cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
+    _cuda(device, "cudaIpcGetMemHandle", ctypes.byref(name), pointer)
+    data = torch.as_tensor(_Pointer(pointer, nbytes), device=device).zero_()
+    return Block(Handle(_uuid(device), nbytes, bytes(name).hex()), data, lambda: _cuda(device, "cudaFree", pointer))
 
 
 def map_block(handle: Handle, device: torch.device) -> Block:
@@ -68,10 +67,9 @@ def map_block(handle: Handle, device: torch.device) -> Block:
 
     pointer = ctypes.c_void_p()
     name = _CudaHandle.from_buffer_copy(bytes.fromhex(handle.name))
-    with torch.cuda.device(device):
-        _cuda("cudaIpcOpenMemHandle", ctypes.byref(pointer), name, ctypes.c_uint(_PEER_ACCESS))
-        data = torch.as_tensor(_Pointer(pointer, handle.nbytes), device=device)
-    return Block(handle, data, lambda: _on(device, "cudaIpcCloseMemHandle", pointer))
+    _cuda(device, "cudaIpcOpenMemHandle", ctypes.byref(pointer), name, ctypes.c_uint(_PEER_ACCESS))
+    data = torch.as_tensor(_Pointer(pointer, handle.nbytes), device=device)
+    return Block(handle, data, lambda: _cuda(device, "cudaIpcCloseMemHandle", pointer))
 
 
 class _CudaHandle(ctypes.Structure):
@@ -96,14 +94,11 @@ def _uuid(device: torch.device) -> str:
     return f"GPU {torch.cuda.get_device_properties(device).uuid}"
 
 
-def _on(device: torch.device, function: str, *arguments: Any) -> None:
-    with torch.cuda.device(device):
-        _cuda(function, *arguments)
-
-
-def _cuda(function: str, *arguments: Any) -> None:
+def _cuda(device: torch.device, function: str, *arguments: Any) -> None:
     """Call a function of CUDA's runtime, of the one that torch has loaded. Raises RuntimeError."""
     library = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")
-    if code := getattr(library, function)(*arguments):
+    with torch.cuda.device(device):
+        code = getattr(library, function)(*arguments)
+    if code:
         library.cudaGetErrorString.restype = ctypes.c_char_p
         raise RuntimeError(f"{function}: {library.cudaGetErrorString(code).decode()}")

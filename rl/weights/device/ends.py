@@ -111,6 +111,8 @@ class DeviceSender(Sender):
                 thread.join(_STOP_S)  # each looks at the store while it is there
             if self.rank == 0:
                 self._meeting.close()
+            self._parts.clear()
+            self._spare.clear()
         self._is_open = False
 
     @abstractmethod

@@ -98,9 +98,9 @@ class IpcLine(Line):
 
     def close(self) -> None:
         super().close()
-        self._parts = []
-        for block in self._blocks.values():
-            block.close()
+        self._parts.clear()
+        while self._blocks:
+            self._blocks.popitem()[1].close()
 
     def _ends(self) -> list[str]:
         return [_end(self._ask, rank) for rank in range(len(self._links))]

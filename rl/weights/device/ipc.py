@@ -1,13 +1,14 @@
 """Channel `ipc`: learner and engine on one GPU. The engine reads the learner's packed rows where they are.
 
     offer: rows, cast and packed into one of `weights.slots` blocks (`rl.weights.device.blocks`)
-    take: a lease of a block, which is mapped once and proven while generation goes on
-    load: one copy within the device, and then `release`
+    take: a lease of a block, which is mapped and proven while generation goes on
+    load: one copy within the device, and then `release`, which ends both
 
 The optimizer writes in place, so the blocks stand beside the parameters. None is written while it is leased. A lease
 has one end: that of whoever counts first, the receiver by `release` or the sender, which gives the line up
 (`rl.weights.device.ends`). So a receiver knows when its bytes may have changed. Those of a sender that died are proven
-once more.
+once more. Nothing is mapped between two loads: a mapping may keep the memory of a dead learner, whose successor needs
+the room.
 
 On a CPU the blocks are files without a name, and all else is the same: so it is tested. **No GPU has run it.**
 """
@@ -63,7 +64,7 @@ class IpcLine(Line):
 
     def __init__(self, run: RunFile, name: str, incarnation: int, device: str, deadline_s: float) -> None:
         super().__init__(run, name, incarnation, device, deadline_s)
-        self._blocks: dict[str, Block] = {}  # that are mapped
+        self._blocks: list[Block] = []  # that are mapped
 
     def _part(self, rank: int, ask: str, version: Version, advance: Callable[[int], None]) -> Tensor:
         self._ask = ask
@@ -73,11 +74,11 @@ class IpcLine(Line):
         if number < 0:
             raise RuntimeError(f"rank {rank} of the learner no longer has version {label(version)}")
 
-        key = f"block/{rank}/{number}"
-        if key not in self._blocks:
-            self._blocks[key] = map_block(Handle(*json.loads(self._store.get(key))), self._device)
-        advance(self._blocks[key].handle.nbytes)
-        return self._blocks[key].data
+        handle = Handle(*json.loads(self._store.get(f"block/{rank}/{number}")))
+        block = map_block(handle, self._device)
+        self._blocks.append(block)
+        advance(handle.nbytes)
+        return block.data
 
     def verified(self) -> int:
         """0 where the lease has ended, which `release` then tells."""
@@ -91,16 +92,22 @@ class IpcLine(Line):
     def release(self) -> bool:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the copies have been made, and not only begun
-        if not self._learner_lives():  # a GPU may take back what a dead process had
-            return all(device_digest(part) == sent for part, sent in zip(self._parts, self._digests, strict=True))
-        counts = [self._store.add(end, 1) for end in self._ends()]
-        return max(counts) == 1
+        try:
+            if not self._learner_lives():  # a GPU may take back what a dead process had
+                return all(device_digest(part) == sent for part, sent in zip(self._parts, self._digests, strict=True))
+            counts = [self._store.add(end, 1) for end in self._ends()]
+            return max(counts) == 1
+        finally:
+            self._unmap()
 
     def close(self) -> None:
         super().close()
+        self._unmap()
+
+    def _unmap(self) -> None:
         self._parts.clear()
         while self._blocks:
-            self._blocks.popitem()[1].close()
+            self._blocks.pop().close()
 
     def _ends(self) -> list[str]:
         return [_end(self._ask, rank) for rank in range(len(self._links))]

@@ -73,22 +73,20 @@ def line_of(receiver: IpcReceiver) -> IpcLine:
     return receiver._line
 
 
-def test_what_is_loaded_stands_in_the_senders_own_blocks_which_are_mapped_once(opened: Opened) -> None:
+def test_what_is_loaded_stands_in_the_senders_own_blocks(opened: Opened) -> None:
     sender, receiver = opened()
-    places = set()
     for n in range(7):
         offer(sender, n)
         _, tensors = receiver.take(Version(0, n), 30)
         arrived = dict(tensors)
-        places.add(arrived["embed"].data_ptr())
         sender._parts[n][:] = 0  # as nobody may: it shows whose bytes they are
         assert all(not tensor.any() for tensor in arrived.values() if tensor.numel())
         assert receiver.release()
-    assert len(places) == len(line_of(receiver)._blocks) == 3
 
 
 def test_a_lease_that_is_kept_too_long_ends_and_its_reader_is_told(opened: Opened) -> None:
     sender, receiver = opened("weights.deadline_s=1", "weights.slots=2")
+    sender.wait = lambda _, ask: ask(60)  # no step of training lies between the lease and the wait for its end
     offer(sender, 0)
     _, tensors = receiver.take(Version(0, 0), 30)
     receipts = [offer(sender, n) for n in (1, 2)]  # the second one goes over version 0, once its lease has ended
@@ -145,6 +143,8 @@ def test_the_bytes_of_a_learner_that_was_killed_are_proven_again(make_run: MakeR
     arrived = taken(Other(lead, str(run.folder), 0), 0)
     assert all(torch.equal(arrived[name].float(), whole) for name, whole in content(0).items())
     assert receiver.release()
+    del arrived
+    assert len(blocks) == 3 and not blocks & mapped(os.getpid())  # the successor has all the room
 
     arrived = taken(Other(lead, str(run.folder), 5), 5)
     line_of(receiver)._digests[0] ^= 1  # as if the device had taken them back meanwhile

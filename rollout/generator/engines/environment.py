@@ -20,6 +20,9 @@ VLLM_SERIES = "0.32"
 """The vLLM that this has run with: it uses of its inner parts what another one may not have."""
 
 _CPU_CACHE = 64 << 20
+HOW_TO_BEGIN = "VLLM_WORKER_MULTIPROC_METHOD"
+"""vLLM's variable: its processes begin anew (`spawn`) or as copies of the one that starts them (`fork`)."""
+
 VLLM_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -83,5 +86,8 @@ def engine_environment(config: Config, device: str) -> dict[str, str]:
     if config.generator.engine != "vllm":
         return {}
 
-    variables = VLLM_QUIET | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    return variables | on_cpu.vllm_variables(config) if device == "cpu" else variables
+    if device == "cpu":
+        return VLLM_QUIET | {HOW_TO_BEGIN: "spawn"} | on_cpu.vllm_variables(config)
+    # Threads of OpenMP are not copied. What asks how many GPUs there are may not begin to use them (`copied.py`).
+    begin = "fork" if config.generator.threads == 1 else "spawn"
+    return VLLM_QUIET | {HOW_TO_BEGIN: begin, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

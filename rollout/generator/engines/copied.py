@@ -1,8 +1,8 @@
 """vLLM is imported once: its other processes begin as copies of this one, in the place of importing it for seconds.
 
 * On a CPU that is so where this process is a copy of a fork server, because no thread of OpenMP has run in it.
-* On GPUs the plan asks for it (`environment.py`). CUDA cannot be used in a copy of a process that has begun to use it,
-  so a copy is asked first. vLLM's front end leaves CUDA alone, and asks NVML about devices.
+* On GPUs the plan asks for it (`environment.py`). A copy of a process that has begun to use CUDA cannot use it. So a
+  copy is asked first; vLLM's front end leaves CUDA alone, and asks NVML about devices.
 """
 
 from __future__ import annotations

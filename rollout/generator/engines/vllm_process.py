@@ -75,9 +75,11 @@ class OwnProcess:
             if copies := may_be_copies(self._arguments.tensor_parallel_size):
                 os.register_at_fork(after_in_child=die_with_owner)
                 know_model(Path(self._arguments.model))
+
             config = self._arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
             if copies:
                 begin_as_copies()
+
             self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         finally:
             del os.environ[OWNER_VARIABLE]  # of the engine's processes alone: what this one begins later is none

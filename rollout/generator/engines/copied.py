@@ -1,8 +1,9 @@
 """vLLM is imported once: its other processes begin as copies of this one, in the place of importing it for seconds.
 
-* On a CPU that is so where this process is a copy of a fork server, because no thread of OpenMP has run in it.
+* On a CPU that is so for one engine process, where this one is a copy of a fork server.
 * On GPUs the plan asks for it (`environment.py`). A copy of a process that has begun to use CUDA cannot use it. So a
   copy is asked first; vLLM's front end leaves CUDA alone, and asks NVML about devices.
+* Threads of OpenMP are not copied, so there may be none: torch has one thread.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _PATIENCE_S = 120.0  # a model of vLLM is imported
 
 def may_be_copies(engine_processes: int) -> bool:
     """Whether vLLM's processes may begin as copies of this one."""
-    if os.environ.get(FORKED_VARIABLE) and torch.get_num_threads() == 1 == engine_processes:
-        return True
-    return os.environ.get(HOW_TO_BEGIN) == "fork"
+    asked = os.environ.get(HOW_TO_BEGIN) == "fork"
+    forked = bool(os.environ.get(FORKED_VARIABLE)) and engine_processes == 1
+    return torch.get_num_threads() == 1 and (asked or forked)
 
 
 def know_model(folder: Path) -> None:
@@ -38,11 +39,11 @@ def know_model(folder: Path) -> None:
         _in_copy(lambda: _inspect(read_config(folder).get("architectures") or []))
 
 
-def begin_as_copies() -> None:
+def set_how_to_begin(copies: bool) -> None:
     """To be called once vLLM has its configuration, because on a CPU it asks there for processes that begin anew, and
     before it starts any."""
-    can_use_cuda = _in_copy(lambda: not torch.cuda._is_in_bad_fork())
-    os.environ[HOW_TO_BEGIN] = "fork" if can_use_cuda else "spawn"
+    copies = copies and _in_copy(lambda: not torch.cuda._is_in_bad_fork())
+    os.environ[HOW_TO_BEGIN] = "fork" if copies else "spawn"
 
 
 def _inspect(architectures: list[str]) -> bool:

@@ -88,6 +88,5 @@ def engine_environment(config: Config, device: str) -> dict[str, str]:
 
     if device == "cpu":
         return VLLM_QUIET | {HOW_TO_BEGIN: "spawn"} | on_cpu.vllm_variables(config)
-    # Threads of OpenMP are not copied. What asks how many GPUs there are may not begin to use them (`copied.py`).
-    begin = "fork" if config.generator.threads == 1 else "spawn"
-    return VLLM_QUIET | {HOW_TO_BEGIN: begin, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    # What only asks how many GPUs there are must not begin to use them, or no copy could (`copied.py`).
+    return VLLM_QUIET | {HOW_TO_BEGIN: "fork", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

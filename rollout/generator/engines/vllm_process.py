@@ -23,7 +23,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from rl.config.failures import EngineDied
-from rollout.generator.engines.copied import begin_as_copies, know_model, may_be_copies
+from rollout.generator.engines.copied import know_model, may_be_copies, set_how_to_begin
 from rollout.generator.engines.owner import OWNER_VARIABLE, die_with_owner
 from rollout.generator.engines.vllm_core import PauseMode
 from rollout.generator.engines.vllm_settings import engine_death
@@ -77,9 +77,7 @@ class OwnProcess:
                 know_model(Path(self._arguments.model))
 
             config = self._arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-            if copies:
-                begin_as_copies()
-
+            set_how_to_begin(copies)
             self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         finally:
             del os.environ[OWNER_VARIABLE]  # of the engine's processes alone: what this one begins later is none

@@ -76,17 +76,21 @@ def test_vllm_is_imported_once(
     assert not psutil.wait_procs(below, timeout=60)[1], "an engine that is a copy ends with its generator as well"
 
 
-def test_an_engine_begins_anew_where_a_copy_could_not_use_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(HOW_TO_BEGIN, "spawn")
-    assert not copied.may_be_copies(1)
-    monkeypatch.setenv(HOW_TO_BEGIN, "fork")
+def test_an_engine_begins_as_a_copy_where_that_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in engine_environment(Config(generator=GeneratorConfig(engine="vllm")), "cuda").items():
+        monkeypatch.setenv(name, value)
+    assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1", "to count GPUs must not begin to use them"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert not copied.may_be_copies(1), "threads of OpenMP are not copied"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert copied.may_be_copies(1)
 
-    copied.begin_as_copies()
+    copied.set_how_to_begin(True)
     assert os.environ[HOW_TO_BEGIN] == "fork"
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    copied.begin_as_copies()
-    assert os.environ[HOW_TO_BEGIN] == "spawn"
+    copied.set_how_to_begin(True)
+    assert os.environ[HOW_TO_BEGIN] == "spawn", "a copy could not use CUDA"
+    assert not copied.may_be_copies(1)
 
 
 @pytest.mark.parametrize("work", ["return False", "raise ValueError", "os._exit(0)", "wait for ever"])
@@ -104,15 +108,6 @@ def test_what_a_copy_answers(work: str, monkeypatch: pytest.MonkeyPatch) -> None
 
     assert copied._in_copy(answer) == (work == "os._exit(0)")
     assert not psutil.Process().children()
-
-
-def test_a_copy_of_the_generator_is_asked_for_on_gpus_with_one_thread() -> None:
-    def of(threads: int) -> dict[str, str]:
-        generator = GeneratorConfig(engine="vllm", threads=threads)
-        return engine_environment(Config().model_copy(update={"generator": generator}), "cuda")
-
-    assert of(1)[HOW_TO_BEGIN] == "fork" and of(2)[HOW_TO_BEGIN] == "spawn"
-    assert of(1)["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1", "to count GPUs must not begin to use them"
 
 
 def test_what_vllm_has_compiled_is_found_by_every_generator_of_every_run(

@@ -39,10 +39,11 @@ def know_model(folder: Path) -> None:
         _in_copy(lambda: _inspect(read_config(folder).get("architectures") or []))
 
 
-def set_how_to_begin(copies: bool) -> None:
+def set_how_to_begin(copies: bool, device: str) -> None:
     """To be called once vLLM has its configuration, because on a CPU it asks there for processes that begin anew, and
-    before it starts any."""
-    copies = copies and _in_copy(lambda: not torch.cuda._is_in_bad_fork())
+    before it starts any. device: `cpu` or `cuda`."""
+    if device == "cuda":
+        copies = copies and _in_copy(lambda: not torch.cuda._is_in_bad_fork())
     os.environ[HOW_TO_BEGIN] = "fork" if copies else "spawn"
 
 

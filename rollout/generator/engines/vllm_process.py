@@ -77,7 +77,7 @@ class OwnProcess:
                 know_model(Path(self._arguments.model))
 
             config = self._arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-            set_how_to_begin(copies)
+            set_how_to_begin(copies, str(config.device_config.device_type))
             self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         finally:
             del os.environ[OWNER_VARIABLE]  # of the engine's processes alone: what this one begins later is none

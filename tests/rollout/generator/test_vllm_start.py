@@ -85,12 +85,16 @@ def test_an_engine_begins_as_a_copy_where_that_is_safe(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert copied.may_be_copies(1)
 
-    copied.set_how_to_begin(True)
-    assert os.environ[HOW_TO_BEGIN] == "fork"
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    copied.set_how_to_begin(True)
+    copied.set_how_to_begin(True, "cpu")
+    assert os.environ[HOW_TO_BEGIN] == "fork"
+    copied.set_how_to_begin(True, "cuda")
     assert os.environ[HOW_TO_BEGIN] == "spawn", "a copy could not use CUDA"
     assert not copied.may_be_copies(1)
+
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+    copied.set_how_to_begin(True, "cuda")
+    assert os.environ[HOW_TO_BEGIN] == "fork"
 
 
 @pytest.mark.parametrize("work", ["return False", "raise ValueError", "os._exit(0)", "wait for ever"])

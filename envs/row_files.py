@@ -141,7 +141,9 @@ def parsed(where: str, text: str) -> Any:
         return json.loads(text, object_pairs_hook=once)
     except RowError:
         raise
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise RowError(f"{where} is nested too deep") from None
+    except ValueError as error:
         raise RowError(f"{where} is not JSON: {error}") from None
 
 

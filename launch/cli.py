@@ -52,13 +52,17 @@ from rl.config.recipes import find_recipe
 from rl.config.schema import ConfigError
 from rl.store.made_once import cache_folder
 
+_COMPILED = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
+"""Variables of libraries that compile, and their folders in the user's cache."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0 success, 1 failure, 2 bad configuration, 130 interrupted."""
     arguments = parse(argv)
     own_packages_first()
-    # Else torch makes a folder in /tmp that stays there; in the user's cache its next run finds what it has compiled.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
+    # The next run finds what this one has compiled. Else torch makes a folder in /tmp that stays there.
+    for name, folder in _COMPILED.items():
+        os.environ.setdefault(name, str(cache_folder() / folder))
     try:
         # Only now, so that a command imports what it needs and no more: `fresco doctor` works where torch is missing.
         with _ends_as_interrupts():

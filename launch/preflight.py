@@ -55,6 +55,7 @@ from rollout.broker.kept import Kept, keep, restore
 from rollout.broker.rules import Rules
 from rollout.episodes.environment import EnvironmentFamily
 from rollout.generator.engines import engine_options
+from rollout.generator.engines.environment import check_vllm
 from rollout.parsers.names import check_names
 from rollout.proxy.core import ProxyCore
 
@@ -99,6 +100,8 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process, target: Ma
     _check_folders(config, dry)
     _check_plugins(config)
     _check_parser(config, dry, unchecked)
+    if config.generator.engine == "vllm" and target is None:
+        check_vllm()
 
     device, machine = _check_device(config, target, dry, unchecked)
     _check_channel(config, device, len(machine.gpus))

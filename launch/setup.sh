@@ -1,4 +1,4 @@
-# Sourced by every launch script: a local virtual environment with pinned packages, made once.
+# Sourced by every launch script: a local virtual environment with pinned packages, made once, of Python 3.11, 3.12 or 3.13.
 # FRESCO_REQUIREMENTS names another pin list (requirements/gpu.txt on GPU machines).
 # A dry run needs neither engine nor torch: before they are installed it has a small environment of its own.
 set -euo pipefail
@@ -9,7 +9,6 @@ FRESCO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$FRESCO_ROOT"
 _pins="${FRESCO_REQUIREMENTS:-requirements/cpu.txt}"
 _venv=.venv
-_size="a few minutes, about 3 GB"
 # What is installed depends on the pins and on the package's metadata, not on the settings of tools below it.
 _metadata="$(sed '/^\[tool\.ruff\]/,$d' pyproject.toml)"
 _stamp_of() { echo "$1/.installed-$({ cat "$2"; echo "$_metadata"; } | sha256sum | cut -c1-16)"; }
@@ -17,18 +16,27 @@ _stamp="$(_stamp_of "$_venv" "$_pins")"
 if [[ ! -e "$_stamp" && " $* " == *" --dry-run "* ]]; then
     _pins=requirements/dry_run.txt
     _venv=.venv-dry-run
-    _size="a minute, about 180 MB"
     _stamp="$(_stamp_of "$_venv" "$_pins")"
 fi
 if [ ! -e "$_stamp" ]; then
-    _python="${FRESCO_PYTHON:-$(command -v python3.11 || command -v python3 || true)}"
-    [ -n "$_python" ] || { _refuse "no python3.11 found; install it (apt-get install python3.11-venv)"; return 1; }
-    "$_python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
-        || { _refuse "$_python is $("$_python" -V); the pinned packages need Python 3.11 (set FRESCO_PYTHON)"; return 1; }
-    echo "fresco: installing pinned packages into $_venv (once; $_size) ..." >&2
+    # A program may be found and not run: pyenv has one for each version that it knows.
+    _candidates=(python3.11 python3.12 python3.13 python3)
+    [ -z "${FRESCO_PYTHON:-}" ] || _candidates=("$FRESCO_PYTHON")
+    _python="" _others=""
+    for _each in "${_candidates[@]}"; do
+        _version="$("$_each" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" || continue
+        case "$_version" in
+            3.11 | 3.12 | 3.13) _python="$_each"; break ;;
+            *) _others="$_others$_each is $_version; " ;;
+        esac
+    done
+    [ -n "$_python" ] || { _refuse "${_others}no Python 3.11, 3.12 or 3.13 among: ${_candidates[*]}; install one (apt-get install python3.11-venv) or name it in FRESCO_PYTHON"; return 1; }
+    _size="$(sed -n 's/^# Size: //p' "$_pins")"
+    echo "fresco: installing pinned packages into $_venv (once; ${_size:-its size is unknown}) ..." >&2
     if [ ! -x "$_venv/bin/python" ]; then
+        echo "fresco: $_venv is of $_python, Python $_version" >&2
         "$_python" -m venv "$_venv" \
-            || { rm -rf "$_venv"; _refuse "cannot make $_venv; apt-get install python3.11-venv"; return 1; }
+            || { rm -rf "$_venv"; _refuse "cannot make $_venv; apt-get install python$_version-venv"; return 1; }
     fi
     # The CPU list is complete; vLLM's own dependencies would bring packages that break transformers.
     case "$_pins" in *cpu.txt) _deps=--no-deps ;; *) _deps= ;; esac

@@ -25,7 +25,7 @@ if [ "$(id -u)" = 0 ]; then
         {
             rm -rf "$_ray" && python -m venv --without-pip "$_ray" \
                 && python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-                    > "$_ray/lib/python3.11/site-packages/fresco.pth" \
+                    > "$(echo "$_ray"/lib/python3.*/site-packages)/fresco.pth" \
                 && python -m pip --python "$_ray/bin/python" install -qqq --no-deps -r requirements/ray.txt \
                 && touch "$_stamp"
         } >/dev/null 2>&1 || echo "fresco: installing requirements/ray.txt failed: cluster.engine=ray is tested without it" >&2

@@ -2,7 +2,7 @@
 
 It lives in a virtual environment of its own, because it wants another `openai` than Fresco has:
 
-    python3.11 -m venv ~/.cache/fresco/mini-swe-agent
+    python3 -m venv ~/.cache/fresco/mini-swe-agent
     ~/.cache/fresco/mini-swe-agent/bin/pip install --no-deps -r requirements/mini_swe.txt
 
 What it has changed when it ends is judged by the repository's tests, in another sandbox (`envs/swe/evaluate.py`).
@@ -90,7 +90,7 @@ class MiniSweFamily(SweFamily):
         if not self.options.python.exists():
             folder = self.options.python.parents[1]
             raise SandboxError(
-                f"env.options.python={self.options.python}: no such interpreter; make it with `python3.11 -m venv "
+                f"env.options.python={self.options.python}: no such interpreter; make it with `python3 -m venv "
                 f"{folder}` and `{folder}/bin/pip install --no-deps -r requirements/mini_swe.txt`"
             )
         await super().start()

@@ -18,8 +18,7 @@ HARNESS = "/opt/fresco"
 USER = "agent"
 HOME = f"/home/{USER}"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32")
-_LIBRARIES = ("/usr/lib/python3", "/usr/local/lib/python3.11", "/usr/lib/python3.11")
-_INSTALLED = tuple(f"{prefix}/{name}-packages" for prefix in _LIBRARIES for name in ("site", "dist"))
+_LIBRARIES = ("/usr/lib", "/usr/local/lib")
 _PACKAGES = ("pytest", "pluggy", "iniconfig", "packaging", "Pygments")
 HARNESS_FOLDERS = sorted(Path(__file__).parents[1].glob("*/harness"))
 """Folders on the host: the scripts that a family of environments runs inside its sandboxes lie in its folder
@@ -74,8 +73,9 @@ def default_runtime() -> Runtime:
         folders.append((base, str(base)))
 
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    installed = (f"{base}/lib/{version}/site-packages", *_INSTALLED)
-    hidden = tuple(name for name in dict.fromkeys(installed) if Path(name).is_dir())
+    installed = [base / "lib" / version / "site-packages"]
+    installed += [folder for library in _LIBRARIES for folder in sorted(Path(library).glob("python3*/*-packages"))]
+    hidden = tuple(str(folder) for folder in dict.fromkeys(installed) if folder.is_dir())
     return Runtime(tuple(folders), tuple(links), str(base / "bin" / version), hidden)
 
 

@@ -290,6 +290,8 @@ class StrangePickle(ValueError):
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # where Python 3.13 has the classes of `pathlib`, and no other has
+            module = "pathlib"
         if name not in _ALLOWED.get(module, ()):
             raise StrangePickle(f"it names {module}.{name}, which would run code: whoever made it is not to be trusted")
         return super().find_class(module, name)

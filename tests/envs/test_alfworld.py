@@ -50,6 +50,8 @@ def engine() -> Engine:
 
 
 def stock() -> AlfredDemangler:
+    if sys.version_info >= (3, 13):
+        pytest.skip("the stock engine of textworld 1.7.0 sets variables through locals(), which Python 3.13 ignores")
     return AlfredDemangler(PddlEnv(textworld.EnvInfos(won=True, admissible_commands=True)))
 
 

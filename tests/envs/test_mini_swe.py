@@ -17,6 +17,7 @@ from envs.swe.tasks import file_diff
 from rollout.episodes.parsing import HermesParser
 from rollout.episodes.tokenizer import ChatTokenizer
 from tests.envs.repositories import TASK
+from tests.envs.sandboxes import PYTHON
 from tests.envs.test_gateway import Rig, chat, run  # noqa: F401
 
 INSTALLED = MiniSweOptions().python
@@ -67,7 +68,7 @@ def python(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_text(text)
     (venv / "bin").mkdir()
-    (venv / "bin" / "python").symlink_to(Path(sys.base_prefix).resolve() / "bin" / "python3.11")
+    (venv / "bin" / "python").symlink_to(PYTHON)
     (venv / "pyvenv.cfg").write_text(f"home = {Path(sys.base_prefix).resolve() / 'bin'}\n")
     return venv / "bin" / "python"
 
@@ -116,7 +117,7 @@ def test_an_agent_that_breaks_is_judged_by_what_it_did(chat: ChatTokenizer, ledg
     """An environment without the package: nothing was done, nothing is earned, and the sandbox is free again."""
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     python = tmp_path / "venv" / "bin" / "python"
-    python.symlink_to(Path(sys.base_prefix).resolve() / "bin" / "python3.11")
+    python.symlink_to(PYTHON)
     (tmp_path / "venv" / "pyvenv.cfg").write_text(f"home = {Path(sys.base_prefix).resolve() / 'bin'}\n")
 
     async def scene(rig: Rig) -> None:

@@ -120,7 +120,7 @@ def test_a_folder_and_a_glob_are_all_their_files_by_name(tmp_path: Path) -> None
         ("a.csv", b"question,answer\n2+2?,4,5\n", "more fields than the 2 of the first line"),
         ("a.csv", b'question,answer\n"2+2?"x,4\n', "line 2 is not CSV"),
         ("a.csv", b"question,answer,answer\n2+2?,4,5\n", "the field 'answer' stands twice"),
-        ("a.jsonl", b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}\n", "row 1 is nested too deep"),
+        ("a.jsonl", b'{"a": ' + b"[" * 2000 + b"]" * 2000 + b"}\n", "1 is nested too deep"),
         ("a.jsonl.gz", b"no gzip", "cannot be read"),
         ("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:10] + b"\xff" * 20, "cannot be read"),
         ("a.jsonl", b'{"question": "\xff"}\n', "cannot be read"),

@@ -18,6 +18,7 @@ from rl.config.schema import ConfigError, load_config
 from rollout.episodes.environment import Step
 from tests.envs.agents import tool_call
 from tests.envs.errors import raises_one_line
+from tests.envs.sandboxes import PYTHON
 from tests.envs.test_swe_tasks import GYM, R2E
 
 SWE = ["env.name=swe", "env.max_turns=30", "env.step_deadline_s=600", "rollout.episode_deadline_s=3600"]
@@ -50,7 +51,7 @@ def test_scripted_agents(ledger_tasks: Path) -> None:
         gold, nothing, fixed, noise = await asyncio.gather(
             scripted(family, task, [apply, tool_call("submit")]),
             scripted(family, task, [tool_call("submit")]),
-            scripted(family, task, [view, f"{fix}{fix}", "```bash\npython3.11 -m pytest -q\n```", ""]),
+            scripted(family, task, [view, f"{fix}{fix}", f"```bash\n{Path(PYTHON).name} -m pytest -q\n```", ""]),
             scripted(family, task, ["?", tool_call("bash"), tool_call("bash", command="false"), "```submit\n```"]),
         )
 

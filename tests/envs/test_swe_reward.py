@@ -100,7 +100,7 @@ cp sitecustomize.py usercustomize.py; cp sitecustomize.py src.pth""",
 printf '[tool.pytest.ini_options]\\npython_files = "nothing.py"\\n' > pyproject.toml
 printf '[tool:pytest]\\ntestpaths = nothing\\n' > setup.cfg; printf '[pytest]\\n' > tox.ini""",
     "environment variables": """echo 'export PYTEST_ADDOPTS=--collect-only PYTHONPATH=/tmp' >> ~/.bashrc; cp ~/.bashrc ~/.profile
-mkdir -p ~/.local/lib/python3.11/site-packages; echo 'import os; os._exit(0)' > ~/.local/lib/python3.11/site-packages/a.pth""",
+for v in 11 12 13; do mkdir -p ~/.local/lib/python3.$v/site-packages; echo 'import os; os._exit(0)' > ~/.local/lib/python3.$v/site-packages/a.pth; done""",
     "a module that shadows pytest": "echo 'def main(*a, **k): return 0' > pytest.py; mkdir _pytest; touch _pytest/__init__.py",
     "a module that shadows the standard library": "echo 'import os; os._exit(0)' | tee json.py random.py decimal.py tempfile.py",
     "a plugin by entry point": """mkdir evil.dist-info

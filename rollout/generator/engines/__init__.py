@@ -8,6 +8,7 @@ from rl.config.plugins import load, validated
 from rl.config.schema import GeneratorConfig
 from rl.wire.run import ProcessContext
 from rollout.generator.engines.base import Engine
+from rollout.generator.engines.environment import check_vllm
 
 ENGINES = {
     "simulated": "rollout.generator.engines.simulated:SimulatedEngine",
@@ -27,6 +28,8 @@ def engine_options(config: GeneratorConfig) -> Any:
 
 
 def make_engine(context: ProcessContext) -> Engine:
-    """The engine that `generator.engine` names; imported only now, because vLLM brings torch."""
+    """The engine that `generator.engine` names; imported only now, because vLLM brings torch. Raises ConfigError."""
+    if context.run.config.generator.engine == "vllm":
+        check_vllm()  # another one may lack what the import below names
     engine: Engine = load("generator.engine", context.run.config.generator.engine, ENGINES)(context)
     return engine

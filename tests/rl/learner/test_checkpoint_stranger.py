@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,17 @@ def test_an_index_that_would_run_code_is_refused(call: Callable[..., Any], one_r
         checkpoint.load(path, trained)
     assert str(path) in str(raised.value) and "\n" not in str(raised.value)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("module", [b"pathlib", b"pathlib._local"])
+def test_the_index_of_another_python_is_read(module: bytes, one_rank: None, tmp_path: Path) -> None:
+    """Python 3.13 writes the second, and earlier ones do not have it."""
+    path, trained = saved(tmp_path)
+    index = pickle.dumps(FileSystemReader(path / "state").read_metadata(), protocol=2)
+    index, found = re.subn(rb"cpathlib(\._local)?\n", b"c" + module + b"\n", index)
+    assert found
+    (path / "state" / ".metadata").write_bytes(index)
+    assert checkpoint.load(path, trained).step == 2
 
 
 def test_a_value_that_would_run_code_is_refused(one_rank: None, tmp_path: Path) -> None:

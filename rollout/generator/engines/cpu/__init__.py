@@ -1,5 +1,4 @@
 """What an engine on CPUs does otherwise; who has GPUs never meets it.
 
 `vllm_thread`: vLLM's core in a thread of the generator. `unpacked`: weights that layers keep as they are loaded.
-`copied`: an engine process that begins as a copy of its generator.
 """

@@ -22,6 +22,7 @@ from rl.learner import checkpoint
 from rl.learner.algorithm import make_algorithm
 from rl.learner.credit import Minibatch, all_reduce, assign, kept_rows, mask_rows
 from rl.learner.host_weights import HostWeights
+from rl.learner.moves import Moves
 from rl.learner.routing import replay_gap
 from rl.learner.update import (
     Observer,
@@ -190,9 +191,12 @@ class Trainer:
             settings = config.learner.model_copy(update={"lr": critic.lr})
             self._critic_weights, self.critic_optimizer = self._held(self.critic, settings)
 
-        for model in (self.policy, self.reference, self.critic):
-            if isinstance(model, nn.Module) and before_forward is not None:
-                model.register_forward_pre_hook(before_forward)
+        models = [model for model in (self.policy, self.reference, self.critic) if isinstance(model, nn.Module)]
+        for model in models if before_forward is not None else ():
+            model.register_forward_pre_hook(before_forward)
+
+        optimizers = [adamw for _, adamw in self.trained().values()]
+        self.moves = Moves([], [], device) if self._on_host else Moves(models, optimizers, device)
 
     def observed_by(self, observe: Observer) -> None:
         """`observe` sees every pack of the policy's update, on one rank of a team."""
@@ -296,7 +300,8 @@ class Trainer:
             router_replay=replay,
             team=self._team,
         )
-        return kind.load(folder, self._mesh, "cpu" if self._on_host else self._device, options)
+        on_host = self._on_host or self.config.alternates
+        return kind.load(folder, self._mesh, "cpu" if on_host else self._device, options)
 
     def _check_columns(self) -> None:
         """A column that nothing reads would be routed through the whole run for nothing, and nobody would be told."""

@@ -27,6 +27,7 @@ _MARGIN = 1.05  # an estimate of a learner's peak beside its peak
 _CONTEXT = 600 * MIB  # CUDA's own, of one process on a GPU
 _ASLEEP = 1536 * MIB  # of an engine that sleeps, CUDA's own with it; not measured
 _LOCKED = 1.5  # what torch takes of the host for a byte in locked pages: it rounds each tensor up to a power of two
+_SHARE = "share of a GPU"
 _CURES = {"learner.ranks": "learner.ranks, learner.optimizer_states"}
 """What else may help beside a field, by the field."""
 
@@ -151,6 +152,8 @@ def check_memory(needs: Sequence[Need], machine: Machine) -> None:
             if need.beside:
                 part = f", shared with {need.beside}, which leaves {size_text(int(need.share * gpu))}"
             cures = _CURES.get(need.field, need.field)
+            if need.what.endswith(_SHARE):
+                cures += ", placement=alternate"
             raise ConfigError(f"{need.field}: {need}, and a GPU has {size_text(gpu)}{part}; see {cures} and model.path")
 
 
@@ -257,9 +260,9 @@ def _on_gpus(config: Config, model: ModelShape, machine: Machine) -> list[Need]:
     elif gpu is not None and shares_gpus(config, len(machine.gpus)):
         rest = 1 - _MARGIN * learner[0].each / gpu
         share = max(0.0, math.floor(rest * 1000) / 1000 if given is None else float(given))
-        learner = [replace(learner[0], what="learner's share of a GPU", share=1 - share, beside="an engine")]
+        learner = [replace(learner[0], what=f"learner's {_SHARE}", share=1 - share, beside="an engine")]
         engine = [
-            replace(engine[0], what="engine's share of a GPU", share=share, beside="a learner", field=learner[0].field)
+            replace(engine[0], what=f"engine's {_SHARE}", share=share, beside="a learner", field=learner[0].field)
         ]
     return [*(_with_cache(config, model, need, gpu) for need in engine), *learner]
 
@@ -283,7 +286,11 @@ def _turns(
     kept = f"they take turns: meanwhile an engine keeps {size_text(asleep)}, and a learner {size_text(resting)}"
     share = most if given is None else given
     return (
-        [replace(learner, what="learner's turn on a GPU", share=1 - asleep / gpu, beside="an engine at rest")],
+        [
+            replace(
+                learner, what="learner's turn on a GPU", share=(1 - asleep / gpu) / _MARGIN, beside="an engine at rest"
+            )
+        ],
         [replace(engine, what="engine's turn on a GPU", share=share, beside="a learner", remarks=(kept,))],
     )
 

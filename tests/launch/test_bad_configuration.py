@@ -361,6 +361,7 @@ def test_parameters_are_those_of_the_published_models() -> None:
     [
         ([], 1, "NCCL refuses an engine and a learner on one GPU"),
         (["placement=shared"], 2, "NCCL refuses an engine and a learner on one GPU"),
+        (["placement=alternate"], 2, "NCCL refuses an engine and a learner on one GPU"),
         (["steps=0"], 2, "steps=0 leaves a learner none"),
         (["placement=apart", "network.transport=tcp"], 2, "meet at a file, and network.transport=tcp has none"),
         (["placement=apart"], 2, ""),

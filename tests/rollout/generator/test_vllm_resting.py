@@ -1,4 +1,4 @@
-"""`placement=alternate` with the real engine on a CPU: it makes no step while it rests, and goes on under new weights."""
+"""`placement=alternate` with the real engine on a CPU: no step while it rests, and it goes on under new weights."""
 
 from __future__ import annotations
 

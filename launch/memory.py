@@ -112,12 +112,12 @@ def estimate(
     if model and learner_computes(config):
         learner_at_rest |= _learner(config, model) if device == "cpu" else {}
         learner_at_rest |= _states(config, model)
-        if device == "cuda" and config.alternates:
-            learner_at_rest["moved here"] = int(_LOCKED * sum(_moved(config, model).values()))
-    if model and device == "cuda" and config.alternates and served_adapter(config.model) is not None:
-        engine_at_rest["weights while it sleeps"] = (
-            config.generator.tensor_parallel * _engine(config, model, device)["weights"]
-        )
+
+    if model and device == "cuda" and config.alternates:
+        learner_at_rest["moved here"] = int(_LOCKED * sum(_moved(config, model).values()))
+        if served_adapter(config.model) is not None:
+            weights = _engine(config, model, device)["weights"]
+            engine_at_rest["weights while it sleeps"] = config.generator.tensor_parallel * weights
 
     needs.append(Need("learner rank", "host", config.learner.ranks, learner_at_rest, "learner.ranks"))
     if config.supervised:
@@ -283,6 +283,7 @@ def _turns(
             f"generator.options.gpu_memory_utilization={given}: with placement=alternate a learner at rest keeps "
             f"{size_text(resting)} of a GPU of {size_text(gpu)}; at most {most:g}, or leave it out"
         )
+
     kept = f"they take turns: meanwhile an engine keeps {size_text(asleep)}, and a learner {size_text(resting)}"
     share = most if given is None else given
     return (

@@ -122,6 +122,7 @@ class Learner:
             before_forward=self._advance,
         )
         self.trainer.observed_by(self.token_log)
+
         self._has_device = False
         self.turns: dict[str, float] = {}
         """What the last turn on a shared device has cost, for the metrics."""

@@ -384,6 +384,7 @@ class RunClient(Client):
         with self.process.waits.on("generators", self._step + 1), self.span("wait devices"):
             while not self._turns.take():
                 self.listen()
+
                 late = self._service.late
                 if not late:
                     begin = self._clock()
@@ -391,7 +392,9 @@ class RunClient(Client):
                     whom = ", ".join(map(str, late))
                     what = f"generator {whom} to rest (weights.deadline_s and timeouts.hang_s)"
                     raise WaitExpired(f"learner.{self.rank} waited {deadline_s:g} s for {what}")
+
                 select.select([self.process.wake_fd], [], [], POLL_S)
+
         self.process.waits.ended()
         self.process.busy = True
 

@@ -142,6 +142,7 @@ class SimulatedEngine:
 
         if self._resting:
             self._model.wake()
+
         paused = time.monotonic()
         load_s = self._options.load_s
         self._model.stall(load_s, recompute=self._resting or on_update in ("recompute", "drain"))

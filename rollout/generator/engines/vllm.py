@@ -77,6 +77,7 @@ class VllmEngine:
         self.on_update = self._config.generator.on_update  # may be changed between two loads
         self._loading = asyncio.Lock()
         self._knows_texts = False
+
         self._open = False  # false while weights are exchanged: new requests wait at their gates
         self._resting = False
         self._core: Core

@@ -222,6 +222,7 @@ class VllmEngine:
             self._open = False
             await self._pause()
             await self._core.sleep()
+            await self._core.rpc("turn", False)
             self._resting = True
 
     def loaded(self) -> int:
@@ -234,6 +235,7 @@ class VllmEngine:
             self._open = False
             begin = time.monotonic()
             if self._resting:
+                await self._core.rpc("turn", True)
                 await self._core.wake(resume=False)
             else:
                 await self._pause()

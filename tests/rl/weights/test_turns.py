@@ -91,6 +91,17 @@ def test_who_comes_during_a_turn_is_told_to_rest_and_who_does_not_is_told_again(
     assert updater.status(1002, WeightStatus(1, 1, NOTHING)) == [Rest(1)]
 
 
+def test_the_next_turn_is_asked_for_at_once() -> None:
+    updater = core(1)
+    publish(updater, 0)
+    started(updater, 1)
+    assert updater.take(1) == [Rest(0)]
+    updater.status(1, loaded(0, 0, resting=True))
+    updater.give(1)
+    updater.status(1, loaded(0, 0))
+    assert updater.take(1) == [Rest(0)]
+
+
 def test_one_that_loads_is_not_late() -> None:
     updater = core(2)
     publish(updater, 0)

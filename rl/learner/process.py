@@ -120,6 +120,7 @@ class Learner:
             team=make_team(run.learner_device, self.config.learner.context_parallel),
             device=run.learner_device,
             before_forward=self._advance,
+            at_rest=self.config.alternates,
         )
         self.trainer.observed_by(self.token_log)
 

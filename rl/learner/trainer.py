@@ -150,8 +150,10 @@ class Trainer:
         team: Team | None = None,
         device: str = "cpu",
         before_forward: Callable[..., None] | None = None,
+        at_rest: bool = False,
     ) -> None:
         """folder: the starting weights. team: ranks that get the same batch parts, and compute each pack together.
+        at_rest: what is trained begins on the host, until `moves.to_device`.
 
         Raises ValueError for settings or models that do not fit together.
         """
@@ -161,6 +163,7 @@ class Trainer:
         self._device = device
         self._last_step = last_step
         self._on_host = config.learner.optimizer_states == "host"
+        self._begins_on = "cpu" if self._on_host or at_rest else device
         self._team = team
         self.counted = None if team is None else team.counted
         self._observe: Observer = unobserved
@@ -192,8 +195,9 @@ class Trainer:
             self._critic_weights, self.critic_optimizer = self._held(self.critic, settings)
 
         models = [model for model in (self.policy, self.reference, self.critic) if isinstance(model, nn.Module)]
-        for model in models if before_forward is not None else ():
-            model.register_forward_pre_hook(before_forward)
+        if before_forward is not None:
+            for model in models:
+                model.register_forward_pre_hook(before_forward)
 
         optimizers = [adamw for _, adamw in self.trained().values()]
         self.moves = Moves([], [], device) if self._on_host else Moves(models, optimizers, device)
@@ -300,8 +304,7 @@ class Trainer:
             router_replay=replay,
             team=self._team,
         )
-        on_host = self._on_host or self.config.alternates
-        return kind.load(folder, self._mesh, "cpu" if on_host else self._device, options)
+        return kind.load(folder, self._mesh, self._begins_on, options)
 
     def _check_columns(self) -> None:
         """A column that nothing reads would be routed through the whole run for nothing, and nobody would be told."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from msgspec.structs import replace
 
 from rl.weights.turns import Turns
 from rl.weights.updater import Action, Loaded, Notify, Rest
@@ -194,8 +195,8 @@ class World:
     def report(self, each: Generator) -> None:
         if each.started:
             checksum = 100 + each.version.n if each.version.n >= 0 else 0
-            does = {"resting": each.resting, "loading": each.loading is not None}
-            status = WeightStatus(each.index, each.incarnation, each.version, checksum=checksum, **does)
+            status = WeightStatus(each.index, each.incarnation, each.version, checksum=checksum)
+            status = replace(status, resting=each.resting, loading=each.loading is not None)
             self.take(self.core.status(self.now, status))
 
     def check(self) -> None:

@@ -17,8 +17,9 @@ from rollout.generator.engines.base import Sampled
 from rollout.generator.engines.simulated import SimulatedEngine
 from rollout.generator.engines.vllm_process import OwnProcess
 from tests.conftest import MakeRun
+from tests.rollout.generator.fake_weights import FakeReceiver
 from tests.rollout.generator.test_generator import ME, SETTINGS, Outside
-from tests.rollout.generator.test_simulated_engine import FakeReceiver, play, request
+from tests.rollout.generator.test_simulated_engine import play, request
 
 REST_S = 0.4
 
@@ -175,8 +176,9 @@ class Told:
 @pytest.mark.parametrize(("adapter", "level"), [(None, 2), (object(), 1)])
 def test_on_a_gpu_it_sleeps_and_wakes_in_two_parts(adapter: Any, level: int) -> None:
     async def main() -> None:
-        core = OwnProcess(type("Arguments", (), {"enable_sleep_mode": True})(), adapter)  # type: ignore[arg-type]
-        core._llm = told = Told()  # type: ignore[assignment]
+        core = OwnProcess(type("Arguments", (), {"enable_sleep_mode": True})(), adapter)
+        told: Any = Told()
+        core._llm = told
         await core.sleep()
         await core.wake(resume=False)
         await core.wake(resume=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -17,7 +17,9 @@ LONG = 400
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "abort", "drain", "keep"])
-def test_it_makes_no_step_and_loses_no_request(rig: Rig, on_update: str) -> None:
+def test_it_makes_no_step_and_loses_no_request(
+    rig: Rig, on_update: Literal["recompute", "keep", "abort", "drain"]
+) -> None:
     rig.engine.on_update = on_update
     requests = [rig.request([5 + i, 6, 7], max_tokens=LONG) for i in range(4)]
     later = rig.request([9, 8, 7], max_tokens=30)

@@ -384,11 +384,15 @@ class UpdaterCore:
         return [Notify(index, self._newest) for index in due]
 
     def _to_rest(self, now: float) -> list[Action]:
+        """Tell whoever does not rest, or was told to load and has not begun: it may otherwise wait for the weights of a
+        learner that has died meanwhile."""
         due = []
         for index, generator in self._generators.items():
             told = generator.told_to_rest
-            if not generator.resting and (told is None or now - told > RETELL_S):
+            rests = generator.resting and generator.load is None
+            if not rests and (told is None or now - told > RETELL_S):
                 generator.told_to_rest = now
+                generator.load = None if generator.resting else generator.load
                 due.append(index)
         return [Rest(index) for index in due]
 

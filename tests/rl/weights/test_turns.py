@@ -103,6 +103,20 @@ def test_the_next_turn_is_asked_for_at_once() -> None:
     assert updater.take(1) == [Rest(0)]
 
 
+def test_a_notice_to_load_that_came_too_late_is_taken_back() -> None:
+    """The next turn begins before it has begun to load: the weights may be gone when it can."""
+    updater = core(1)
+    publish(updater, 0)
+    started(updater, 1)
+    updater.take(1)
+    updater.status(1, loaded(0, 0, resting=True))
+    publish(updater, 1)
+    assert told(updater.give(2)) == [(0, 1)]
+    assert updater.take(3) == [Rest(0)]
+    assert updater.status(4, loaded(0, 0, resting=True)) == []
+    assert told(updater.give(5)) == [(0, 1)]
+
+
 def test_one_that_loads_is_not_late() -> None:
     updater = core(2)
     publish(updater, 0)

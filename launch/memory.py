@@ -26,6 +26,7 @@ _BATCHED_TOKENS = 8192  # of one engine step, at least (`vllm_settings`)
 _MARGIN = 1.05  # an estimate of a learner's peak beside its peak
 _CONTEXT = 600 * MIB  # CUDA's own, of one process on a GPU
 _ASLEEP = 1536 * MIB  # of an engine that sleeps, CUDA's own with it; not measured
+_RESTING = 1024 * MIB  # of a learner at rest, likewise: vLLM does not start where its share is not free
 _LOCKED = 1.5  # what torch takes of the host for a byte in locked pages: it rounds each tensor up to a power of two
 _SHARE = "share of a GPU"
 _CURES = {"learner.ranks": "learner.ranks, learner.optimizer_states"}
@@ -274,7 +275,7 @@ def _turns(
 
     Raises ConfigError where that is more.
     """
-    resting = _CONTEXT + (0 if _moved(config, model) else learner.parts["weights"])
+    resting = _RESTING + (0 if _moved(config, model) else learner.parts["weights"])
     asleep = _ASLEEP + engine.parts["token table"]
 
     most = math.floor((1 - _MARGIN * resting / gpu) * 1000) / 1000

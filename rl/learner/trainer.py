@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -194,13 +195,19 @@ class Trainer:
             settings = config.learner.model_copy(update={"lr": critic.lr})
             self._critic_weights, self.critic_optimizer = self._held(self.critic, settings)
 
-        models = [model for model in (self.policy, self.reference, self.critic) if isinstance(model, nn.Module)]
-        if before_forward is not None:
-            for model in models:
-                model.register_forward_pre_hook(before_forward)
+        for model in self._models() if before_forward is not None else ():
+            model.register_forward_pre_hook(before_forward)
 
-        optimizers = [adamw for _, adamw in self.trained().values()]
-        self.moves = Moves([], [], device) if self._on_host else Moves(models, optimizers, device)
+    @cached_property
+    def moves(self) -> Moves:
+        """What is computed with, between host and device. What the optimizer has on the host anyway stays."""
+        if self._on_host:
+            return Moves([], [], self._device)
+        return Moves(self._models(), [adamw for _, adamw in self.trained().values()], self._device)
+
+    def _models(self) -> list[Any]:
+        """All that compute; a reference that is the policy without its adapters is none."""
+        return [model for model in (self.policy, self.reference, self.critic) if isinstance(model, nn.Module)]
 
     def observed_by(self, observe: Observer) -> None:
         """`observe` sees every pack of the policy's update, on one rank of a team."""

@@ -18,6 +18,7 @@ from rl.config.lora import lora_options, served_adapter
 from rl.config.schema import Config, ConfigError
 from rl.learner.simulated import simulated_options
 from rl.models.shape import ModelShape
+from rl.weights import DEVICE_CHANNELS
 from rollout.generator.engines import engine_options
 from rollout.generator.engines.environment import kv_cache_bytes
 
@@ -124,6 +125,8 @@ def estimate(
     if config.supervised:
         return needs
     needs.append(Need("generator", "host", config.generator.count, engine_at_rest, "generator.count"))
+    if config.channel in DEVICE_CHANNELS:
+        return needs
     weights = version_bytes(config, model, device)
     slots = config.weights.slots * (2 if config.channel == "tcp" else 1)  # the learner's own, and the machine's
     return [*needs, Need("weight slot", "host", slots, {"weights": weights}, "weights.slots")]
@@ -249,7 +252,7 @@ def _on_gpus(config: Config, model: ModelShape, machine: Machine) -> list[Need]:
     """The needs of an engine's GPU and of a learner's, or of their shares of one."""
     learner, engine = [], []
     if learner_computes(config):
-        parts = _learner(config, model) | {"CUDA": _CONTEXT}
+        parts = _learner(config, model) | _device_slots(config, model) | {"CUDA": _CONTEXT}
         learner = [Need("learner's GPU", "gpu", config.learner.ranks, parts, _cure(config, parts))]
     if config.generator.engine == "vllm" and not config.supervised:
         engine = [_engine_gpu(config, model)]
@@ -302,6 +305,13 @@ def _moved(config: Config, model: ModelShape) -> dict[str, int]:
     on_host = config.learner.optimizer_states == "host"
     parts = {} if on_host else _learner(config, model)
     return {name: parts[name] for name in ("weights", "optimizer") if name in parts}
+
+
+def _device_slots(config: Config, model: ModelShape) -> dict[str, int]:
+    """What a channel from device to device keeps on each rank's: its rows of several versions."""
+    if config.channel not in DEVICE_CHANNELS:
+        return {}
+    return {"weight slots": config.weights.slots * _served(config, model, "cuda") // config.learner.ranks}
 
 
 def shared_with_learner(needs: Sequence[Need]) -> tuple[float, int] | None:
@@ -404,6 +414,8 @@ def _states(config: Config, model: ModelShape) -> dict[str, int]:
 def _cure(config: Config, parts: dict[str, int]) -> str:
     """The field that takes most from a rank."""
     largest = max(parts, key=lambda part: parts[part])
+    if largest == "weight slots":
+        return "weights.slots"
     if largest in ("weights", "gradients", "optimizer"):
         return "learner.ranks"
     if not config.learner.activation_checkpointing:

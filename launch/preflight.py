@@ -43,6 +43,7 @@ from rl.models.families import read_config
 from rl.models.shape import ModelShape
 from rl.observe.alarms import check_alarms
 from rl.store.checkpoint_folder import CheckpointError, Meta, read_journal, read_meta, verify
+from rl.weights import DEVICE_CHANNELS
 from rl.weights.host import make_room
 from rl.wire.columns import register_configured, shape_by_model
 from rl.wire.run import RunFile, numeric
@@ -310,21 +311,33 @@ def _teacher(config: Config, dry: bool, unchecked: list[str]) -> ModelShape | No
 
 
 def _check_channel(config: Config, device: str, visible: int) -> None:
-    """NCCL needs a GPU of its own on both sides, and `tcp` addresses."""
-    if config.channel == "tcp" and config.network.transport != "tcp":
+    """`nccl` needs a GPU of its own on both sides, `ipc` one that both share, and `tcp` addresses."""
+    channel = config.channel
+    if channel == "tcp" and config.network.transport != "tcp":
         raise ConfigError("weights.transport='tcp': network.transport=ipc has no addresses; set weights.transport=auto")
 
-    if config.channel != "nccl":
+    if channel not in DEVICE_CHANNELS:
         return
-    why = ""
+    why = fix = ""
+    generator = config.generator
+
     if device == "cpu" or not config.steps:
         why = "it goes from GPU to GPU, and " + ("device=cpu" if device == "cpu" else "steps=0 leaves a learner none")
     elif config.network.transport != "ipc":
         why = "its ends meet at a file, and network.transport=tcp has none that both see"
-    elif shares_gpus(config, visible):
+    elif channel == "nccl" and shares_gpus(config, visible):
         why = "NCCL refuses an engine and a learner on one GPU"
+    elif channel == "ipc" and config.alternates:
+        why = "its blocks stay on the GPU in the engine's turn"
+    elif channel == "ipc" and (generator.count, generator.tensor_parallel, config.learner.ranks) != (1, 1, 1):
+        counts = f"generator.count={generator.count}, generator.tensor_parallel={generator.tensor_parallel}"
+        why = f"it is for one engine of one GPU and one rank, not {counts}, learner.ranks={config.learner.ranks}"
+    elif channel == "ipc" and not shares_gpus(config, visible):
+        why = f"it goes within one GPU, and placement={config.placement} gives engine and learner one each"
+        fix = "placement=shared, or "
+
     if why:
-        raise ConfigError(f"weights.transport='nccl': {why}; set weights.transport=auto")
+        raise ConfigError(f"weights.transport={channel!r}: {why}; set {fix}weights.transport=auto")
 
 
 def _check_memory(

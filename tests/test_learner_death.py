@@ -47,7 +47,8 @@ def kill_learner(tmp_path: Path, incarnation: int = 0) -> None:
     os.kill(pid_of(tmp_path, LEARNER, 0, incarnation), signal.SIGKILL)
 
 
-GLOO = "rl.weights.device.nccl:NCCL"  # channel nccl, whose name is refused on a CPU
+GLOO = "rl.weights.device.nccl:NCCL"  # channel nccl, whose name is refused on a CPU, as is that of ipc
+IPC = "rl.weights.device.ipc:IPC"
 
 
 def check_rows(tmp_path: Path) -> None:
@@ -64,6 +65,7 @@ def check_rows(tmp_path: Path) -> None:
         pytest.param("zmq", id="zmq", marks=pytest.mark.docs),
         pytest.param("zmq network.transport=tcp", id="tcp", marks=pytest.mark.docs),
         pytest.param(GLOO, id="nccl", marks=pytest.mark.docs),
+        pytest.param(IPC, id="ipc", marks=pytest.mark.docs),
     ],
 )
 @pytest.mark.parametrize(("rank", "at"), [pytest.param(0, 3, marks=pytest.mark.docs), (1, 13)])

@@ -39,13 +39,14 @@ _NOISE = 1e-3  # added to each parameter between two versions
 def weights(result: Result, device: str) -> None:
     """Eight updates of an engine by each channel, from fp32 master weights; bare copies of the same bytes.
 
-    The learner is on the engine's GPU; for nccl it is on a second one, where there is one.
+    The learner is on the engine's GPU; for nccl it is on a second one, where there is one. ipc is between this process
+    and that of vLLM's core.
     """
     need_vllm()
     apart = device == "cpu" or torch.cuda.device_count() > 1
     with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         model = save_model(_SIZE[device], Path(folder), device, tied=False)
-        for channel in ("shm", "zmq", "nccl") if apart else ("shm", "zmq"):
+        for channel in ("shm", "zmq", "ipc", "nccl") if apart else ("shm", "zmq", "ipc"):
             if device == "cuda":
                 torch.cuda.set_device(int(channel == "nccl"))
             _with_engine(result, model, device, channel, f"weights.transport={channel}")

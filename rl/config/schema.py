@@ -186,8 +186,8 @@ class LearnerConfig(Section):
 class WeightsConfig(Section):
     where = "learner, generators"
     transport: str = "auto"
-    """`shm`: shared memory; `tcp`: between machines; `zmq`: without shared memory; `nccl`: between GPUs (unrun);
-    `auto`: tcp or shm, as the network; or `module:NAME`."""
+    """`shm`: shared memory; `tcp`: between machines; `zmq`: without shared memory; `nccl`: between GPUs, and `ipc`:
+    within one (both unrun); `auto`: tcp or shm; or `module:NAME`."""
     delta: Annotated[Literal["auto", "always", "off"], Where("transport=tcp")] = "auto"
     """`auto`: send another machine what changed, where that is at most a fifth; `always`: whatever a machine has a base
     for; `off`: whole."""

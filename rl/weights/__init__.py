@@ -14,7 +14,8 @@ HOST_CHANNELS = {
     "zmq": "rl.weights.host.frames:FRAMES",
     "tcp": "rl.weights.host.tcp:TCP",
 }
-CHANNELS = HOST_CHANNELS | {"nccl": "rl.weights.device.nccl:NCCL"}
+DEVICE_CHANNELS = {"nccl": "rl.weights.device.nccl:NCCL", "ipc": "rl.weights.device.ipc:IPC"}
+CHANNELS = HOST_CHANNELS | DEVICE_CHANNELS
 
 
 def channel_of(transport: str) -> Channel:

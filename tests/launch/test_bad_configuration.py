@@ -150,6 +150,7 @@ BAD = [
     ("simulated", "weights.slots=1000000", "lower weights.slots"),
     ("simulated", "weights.transport=shn", "did you mean 'shm'?"),
     ("simulated", "weights.transport=nccl", "goes from GPU to GPU, and device=cpu; set weights.transport=auto"),
+    ("simulated", "weights.transport=ipc", "goes from GPU to GPU, and device=cpu; set weights.transport=auto"),
     ("simulated", "weights.transport=os:path", "names no rl.weights.channel.Channel"),
     ("simulated", "rollout.group_size=1000000000", "rollout.group_size"),
     ("simulated", "rollout.alpha=1e12", "lower rollout.alpha"),
@@ -357,20 +358,46 @@ def test_parameters_are_those_of_the_published_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "gpus", "told"),
+    ("channel", "settings", "gpus", "told"),
     [
-        ([], 1, "NCCL refuses an engine and a learner on one GPU"),
-        (["placement=shared"], 2, "NCCL refuses an engine and a learner on one GPU"),
-        (["placement=alternate"], 2, "NCCL refuses an engine and a learner on one GPU"),
-        (["steps=0"], 2, "steps=0 leaves a learner none"),
-        (["placement=apart", "network.transport=tcp"], 2, "meet at a file, and network.transport=tcp has none"),
-        (["placement=apart"], 2, ""),
+        ("nccl", [], 1, "NCCL refuses an engine and a learner on one GPU; set weights.transport=auto"),
+        ("nccl", ["placement=shared"], 2, "NCCL refuses an engine and a learner on one GPU"),
+        ("nccl", ["placement=alternate"], 2, "NCCL refuses an engine and a learner on one GPU"),
+        (
+            "ipc",
+            ["placement=alternate"],
+            2,
+            "its blocks stay on the GPU in the engine's turn; set weights.transport=auto",
+        ),
+        ("nccl", ["steps=0"], 2, "steps=0 leaves a learner none"),
+        ("nccl", ["placement=apart", "network.transport=tcp"], 2, "meet at a file, and network.transport=tcp has none"),
+        ("nccl", ["placement=apart"], 2, ""),
+        (
+            "ipc",
+            [],
+            2,
+            "placement=auto gives .* one each; set placement=shared, or weights.transport=auto",
+        ),
+        ("ipc", ["placement=apart"], 1, "placement=apart gives engine and learner one each"),
+        (
+            "ipc",
+            ["placement=shared", "generator.count=2"],
+            2,
+            r"not generator\.count=2, .*; set weights\.trans",
+        ),
+        ("ipc", ["placement=shared", "generator.tensor_parallel=2"], 2, r"not .* generator\.tensor_parallel=2"),
+        ("ipc", ["placement=shared", "learner.ranks=2"], 2, r"not .* learner\.ranks=2"),
+        ("ipc", ["network.transport=tcp"], 1, "meet at a file, and network.transport=tcp has none"),
+        ("ipc", [], 1, ""),
+        ("ipc", ["placement=shared"], 2, ""),
     ],
 )
-def test_nccl_is_refused_where_it_cannot_work(settings: list[str], gpus: int, told: str) -> None:
+def test_channels_between_devices_are_refused_where_they_cannot_work(
+    channel: str, settings: list[str], gpus: int, told: str
+) -> None:
     one_each = "generator.count=1", "learner.ranks=1"
-    config = load_config(EXPERIMENTS / "math_cpu.yaml", ["weights.transport=nccl", *one_each, *settings])
-    with pytest.raises(ConfigError, match=told) if told else nullcontext():
+    config = load_config(EXPERIMENTS / "math_cpu.yaml", [f"weights.transport={channel}", *one_each, *settings])
+    with pytest.raises(ConfigError, match=f"weights.transport='{channel}': .*{told}") if told else nullcontext():
         preflight._check_channel(config, "cuda", gpus)
 
 

@@ -76,6 +76,20 @@ def test_the_shares_are_the_whole_and_each_has_what_it_needs() -> None:
     assert shared_with_learner(estimate(config("math_2gpu"), "cuda", HALF_B, on(2, 48))) is None
 
 
+def test_versions_that_stand_on_a_shared_gpu_are_in_the_learners_share() -> None:
+    of = {}
+    for channel in ("shm", "ipc"):
+        needs = estimate(config("math_1gpu", f"weights.transport={channel}"), "cuda", HALF_B, on(1, 23.8))
+        of[channel] = {need.what: need for need in needs}
+    slots = 3 * 2 * HALF_B.trained
+    engine, learner = "engine's share of a GPU", "learner's share of a GPU"
+    assert of["ipc"][learner].each - of["shm"][learner].each == of["ipc"][learner].parts["weight slots"] == slots
+    assert of["shm"][engine].parts["KV cache"] - of["ipc"][engine].parts["KV cache"] == pytest.approx(
+        1.05 * slots, 0.03
+    )
+    assert "weight slot" in of["shm"] and "weight slot" not in of["ipc"]
+
+
 def test_the_page_says_what_the_estimate_says() -> None:
     page = (EXPERIMENTS.parent / "docs" / "gpu.md").read_text()
     assert all(table in page for table in (fits.table(), fits.table(*fits.ON_HOST), fits.turns()))

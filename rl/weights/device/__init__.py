@@ -1,1 +1,1 @@
-"""Channels from device to device: `nccl`."""
+"""Channels from device to device, through a store in the run's folder (`link`): `nccl`, `ipc`."""

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import math
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
@@ -13,16 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from rl.weights.channel import Entry, WeightsCorrupt, WeightsError, label
+from rl.weights.channel import Entry, WeightsCorrupt, WeightsError
 from rl.weights.device.link import Link, connected, meeting_place
-from rl.weights.device.packing import Table, combined, device_digest, layout, places
+from rl.weights.device.packing import Table, combined, device_digest, places
 from rl.wire.messages import Version
 from rl.wire.run import RunFile
 
-BUCKET_BYTES = 256 << 20
 
-
-class Line:
+class Line(ABC):
     """An engine's end of a line, to one incarnation of the learner."""
 
     def __init__(self, run: RunFile, name: str, incarnation: int, device: str, deadline_s: float) -> None:
@@ -35,8 +34,11 @@ class Line:
             Link(run, PrefixStore(f"group/{self._number}/{rank}", self._store), 1, self._device, self._check)
             for rank in range(run.config.learner.ranks)
         ]
+
         self._asks = itertools.count()
-        self._parts: list[tuple[Table, Tensor]] = []  # of each rank, once a version has come
+        self._entries: list[Entry] = []  # known once a version has come, as is what each rank has of it
+        self._tables: list[Table] = []
+        self._parts: list[Tensor] = []
         self._digests: list[int] = []
 
     def receive(self, at_least: Version, deadline_s: float, advance: Callable[[int], None]) -> Version:
@@ -45,24 +47,16 @@ class Line:
         self._store.set(f"ask/{ask}", json.dumps([at_least.timeline, at_least.n]))
         self._links[0].wait_for(lambda: self._store.check([f"answer/{ask}"]), deadline_s)
         version = Version(*json.loads(self._store.get(f"answer/{ask}")))
-        if not self._parts:
-            self._parts = list(self._room())
+        if not self._tables:
+            self._agree()
 
-        keys = offered(self._run, version.n)
-        self._digests = [int(self._store.get(key)) for key in keys]
-        for rank, (link, (_, part)) in enumerate(zip(self._links, self._parts, strict=True)):
-            header = torch.zeros(1, dtype=torch.int64, device=self._device)
-            link.transfer(header)
-            if header.item() != version.n:
-                raise RuntimeError(f"rank {rank} of the learner no longer has version {label(version)}")
-            for bucket in part.split(BUCKET_BYTES):
-                link.transfer(bucket)
-                advance(bucket.nbytes)
+        self._digests = [int(self._store.get(key)) for key in offered(self._run, version.n)]
+        self._parts = [self._part(rank, ask, version, advance) for rank in range(len(self._links))]
         return version
 
     def verified(self) -> int:
         """The checksum of what came last. Raises WeightsCorrupt."""
-        for rank, ((_, part), sent) in enumerate(zip(self._parts, self._digests, strict=True)):
+        for rank, (part, sent) in enumerate(zip(self._parts, self._digests, strict=True)):
             if device_digest(part) != sent:
                 raise WeightsCorrupt(f"the rows of rank {rank} differ from what the learner sent")
         return combined(self._digests)
@@ -70,44 +64,51 @@ class Line:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Whole ones; those that several ranks have are put together as they are read."""
         rows = defaultdict(list)
-        for table, part in self._parts:
+        for table, part in zip(self._tables, self._parts, strict=True):
             for (name, row, _, _), place in zip(table, places(table, part), strict=True):
                 rows[name].append((row, place))
 
-        for name, shape, dtype in self._entries():
+        for name, shape, dtype in self._entries:
             found = [place for _, place in sorted(rows[name], key=lambda each: each[0])]
             if len(found) > 1:
                 yield name, torch.cat(found)
             else:
                 yield name, found[0] if found else torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
 
+    def release(self) -> bool:
+        """The rows have been read. False: they changed meanwhile."""
+        return True
+
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store may go with the learner
-            if meeting_place(self._run) == self._place:
+            if self._learner_lives():
                 self._store.set(f"over/{self._number}", "")
         for link in self._links:
             link.close()
 
     def _check(self) -> None:
-        if meeting_place(self._run) != self._place:
+        if not self._learner_lives():
             raise RuntimeError("the learner has gone")
 
-    def _entries(self) -> list[Entry]:
-        return [(name, tuple(shape), dtype) for name, shape, dtype in json.loads(self._store.get("entries"))]
+    def _learner_lives(self) -> bool:
+        return meeting_place(self._run) == self._place
 
-    def _room(self) -> Iterator[tuple[Table, Tensor]]:
-        """What each rank sends, and where it is received."""
+    def _agree(self) -> None:
+        """Ask what there is, and what each rank sends, which is whole tensors together. Raises WeightsError."""
+        entries = json.loads(self._store.get("entries"))
+        self._entries = [(name, tuple(shape), dtype) for name, shape, dtype in entries]
+        self._tables = [json.loads(self._store.get(f"table/{rank}")) for rank in range(len(self._links))]
         elements: Counter[str] = Counter()
-        for rank in range(len(self._links)):
-            table = json.loads(self._store.get(f"table/{rank}"))
-            elements.update({name: 0 for name, *_ in table})
-            for name, _, shape, _ in table:
-                elements[name] += math.prod(shape)
-            yield table, torch.zeros(layout(table).total_bytes, dtype=torch.uint8, device=self._device)
+        for name, _, shape, _ in itertools.chain(*self._tables):
+            elements[name] += math.prod(shape)
 
-        for name, shape, _ in self._entries():
+        for name, shape, _ in self._entries:
             if elements[name] != math.prod(shape):
                 raise WeightsError(f"tensor {name!r}: the ranks send {elements[name]} elements of {math.prod(shape)}")
+
+    @abstractmethod
+    def _part(self, rank: int, ask: str, version: Version, advance: Callable[[int], None]) -> Tensor:
+        """A rank's rows of the version that `ask` was answered with. Raises RuntimeError where they do not come."""
 
 
 def offered(run: RunFile, n: int) -> list[str]:

@@ -1,13 +1,7 @@
 """Channel `nccl`: every rank of the learner sends its own rows to every rank of an engine, from device to device.
 
-    rank r of the learner                                      rank k of an engine
-    offer: its rows, cast and packed; `weights.slots` of them
-    a thread for each line       ◀── ask ── answer ──▶         take: a line has a number, and a group of two with each r
-                                 ── n, packed rows ──▶         into a buffer beside the model
-
-A store carries names, tables, asks and digests. No group has two receivers. So one that dies or stands still holds up
-nobody: its line ends by its word, by the supervisor's or by `weights.deadline_s`, and a successor opens another one.
-Digests are made where the bytes are; the receipt compares them before the engine pauses.
+A link (`rl.weights.device.ends`) is a group of two, so no group has two receivers. A header with the version goes ahead
+of the packed rows, which are received into a buffer beside the model.
 
 Where engines are on a CPU the backend is gloo, and all else is the same: so it is tested. **No GPU has run it.** An
 engine's device needs room for one more version; NCCL refuses two ranks on one device.
@@ -15,221 +9,50 @@ engine's device needs room for one more version; NCCL refuses two ranks on one d
 
 from __future__ import annotations
 
-import itertools
-import json
-import sys
-import threading
-import time
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, Store
 
-from rl.weights.channel import Channel, Piece, Receiver, Sender, WeightsCorrupt, WeightsError, label
-from rl.weights.device.line import BUCKET_BYTES, Line, offered
-from rl.weights.device.link import Link, connected, meet
-from rl.weights.device.packing import Table, combined, device_digest, layout, places
-from rl.weights.host.ends import wait_for
+from rl.weights.channel import Channel, label
+from rl.weights.device.ends import DeviceReceiver, DeviceSender
+from rl.weights.device.line import Line
+from rl.weights.device.link import Link
+from rl.weights.device.packing import layout
 from rl.wire.messages import Version
-from rl.wire.process import WaitExpired
 
-_TICK_S = 0.01
-_STOP_S = 2.0
+_BUCKET_BYTES = 256 << 20
 
 
-class NcclSender(Sender):
-    _store: Store
-    _is_open = False
+class NcclSender(DeviceSender):
+    def _new_parts(self, nbytes: int) -> list[Tensor]:
+        return list(torch.zeros(self.run.config.weights.slots, nbytes, dtype=torch.uint8, device=self._device))
 
-    def open(self) -> None:
-        self._parts: dict[int, Tensor] = {}  # by n
-        self._sending: Counter[int] = Counter()
-        self._lock = threading.Lock()
-        self._table: Table = []
-        self._announced = Version(-1, -1)
-        self._dead: dict[str, int] = {}  # engine -> incarnation
-        self._stopping = False
-        self._device = torch.device("cpu")
-        if self.run.learner_device == "cuda":
-            self._device = torch.device("cuda", torch.cuda.current_device())
-
-        if self.rank == 0:
-            self._meeting, self._store = meet(self.run)
-            self._store.set("entries", json.dumps(self.entries))
-        else:
-            who = f"learner rank {self.rank}"
-            _, self._store = self.wait("rank 0's store", lambda seconds: connected(self.run, seconds, who))
-        self._threads = [threading.Thread(target=self._listen, name="weight lines", daemon=True)]
-        self._threads[0].start()
-        self._is_open = True
-
-    def offer(self, n: int, pieces: Iterable[Piece]) -> None:
-        if not self._table:
-            pieces = list(pieces)
-            self._table = self._tabled(pieces)
-            self._store.set(f"table/{self.rank}", json.dumps(self._table))
-
-        part = self.wait("slot", lambda seconds: wait_for(self._room, seconds, self._blockers))
-        packed = zip(self._table, places(self._table, part), strict=True)
-        due = {(name, row): place for (name, row, _, _), place in packed}
-        for name, local, placement in pieces:
-            if 0 not in local.shape:
-                due.pop((name, placement.row)).copy_(torch.as_tensor(local).detach())
-        if due:
-            raise WeightsError(f"version {n} of rank {self.rank} lacks what the first one had: {sorted(due)[:3]}")
-
-        found = device_digest(part)  # which also waits for the copies
-        with self._lock:
-            self._parts[n] = part
-        self._store.set(f"offered/{n}/{self.rank}", str(found))
-
-    def receipt(self, n: int) -> int:
-        keys = offered(self.run, n)
-
-        def waiting() -> str:
-            missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
-            return f"learner rank {self.rank} waits for rank {', '.join(missing)} to offer version {n}"
-
-        def ask(seconds: float) -> bool:
-            return wait_for(lambda: self._store.check(keys) or None, seconds, waiting)
-
-        self.wait("other ranks' part", ask)
-        return combined(int(self._store.get(key)) for key in keys)
-
-    def announce(self, version: Version) -> None:
-        self._announced = version
-
-    def receiver_died(self, name: str, incarnation: int) -> None:
-        self._dead[name] = incarnation
-
-    def close(self) -> None:
-        if self._is_open:
-            self._stopping = True
-            for thread in self._threads:
-                thread.join(_STOP_S)  # each looks at the store while it is there
-            if self.rank == 0:
-                self._meeting.close()
-        self._is_open = False
-
-    def _tabled(self, pieces: Iterable[Piece]) -> Table:
-        dtypes = {name: dtype for name, _, dtype in self.entries}
-        return [
-            (name, place.row, tuple(local.shape), dtypes[name]) for name, local, place in pieces if 0 not in local.shape
-        ]
-
-    def _room(self) -> Tensor | None:
-        """A part to write into: never the newest one, which may be announced, nor one that is being sent."""
-        with self._lock:
-            if len(self._parts) < self.run.config.weights.slots:
-                return torch.zeros(layout(self._table).total_bytes, dtype=torch.uint8, device=self._device)
-            free = [n for n in sorted(self._parts)[:-1] if not self._sending[n]]
-            return self._parts.pop(free[0]) if free else None
-
-    def _blockers(self) -> str:
-        return f"learner rank {self.rank} waits for a weight slot: version {sorted(+self._sending)} is being sent"
-
-    def _listen(self) -> None:
-        """A thread for each line that is opened."""
-        line = 0
-        while not self._stopping:
-            if self._store.check([f"line/{line}"]):
-                name, incarnation = json.loads(self._store.get(f"line/{line}"))
-                arguments = line, name, incarnation
-                thread = threading.Thread(target=self._serve, args=arguments, name=f"weights to {name}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
-                line += 1
-            else:
-                time.sleep(_TICK_S)
-
-    def _serve(self, line: int, name: str, incarnation: int) -> None:
-        """Until the line's end."""
-
-        def check() -> None:
-            dead = self._dead.get(name.rpartition("-")[0], -1) >= incarnation
-            if self._stopping or dead or self._store.check([f"over/{line}"]):
-                raise _Over
-
-        link = Link(self.run, PrefixStore(f"group/{line}/{self.rank}", self._store), 0, self._device, check)
-        try:
-            for ask in itertools.count():
-                self._send(link, self._answer(link, f"{line}/{ask}"))
-        except _Over:
-            pass
-        except Exception as error:  # it stood still, or broke off: it opens another line
-            print(f"weights: the line to {name} broke: {error}", file=sys.stderr, flush=True)
-        finally:
-            link.close()
-
-    def _answer(self, link: Link, ask: str) -> int:
-        """The version that this ask is answered with; on rank 0 it is chosen."""
-        if self.rank == 0:
-            link.wait_for(lambda: self._store.check([f"ask/{ask}"]))
-            at_least = Version(*json.loads(self._store.get(f"ask/{ask}")))
-            link.wait_for(lambda: self._announced >= at_least)
-            self._store.set(f"answer/{ask}", json.dumps([self._announced.timeline, self._announced.n]))
-
-        link.wait_for(lambda: self._store.check([f"answer/{ask}"]))
-        return Version(*json.loads(self._store.get(f"answer/{ask}"))).n
-
-    def _send(self, link: Link, n: int) -> None:
-        with self._lock:
-            part = self._parts.get(n)
-            self._sending[n] += part is not None
-        try:
-            link.transfer(torch.tensor([-1 if part is None else n], device=self._device))
-            for bucket in () if part is None else part.split(BUCKET_BYTES):
-                link.transfer(bucket)
-        finally:
-            with self._lock:
-                self._sending[n] -= part is not None
+    def _give(self, link: Link, ask: str, n: int, part: Tensor | None) -> None:
+        link.transfer(torch.tensor([-1 if part is None else n], device=self._device))
+        for bucket in () if part is None else part.split(_BUCKET_BYTES):
+            link.transfer(bucket)
 
 
-class NcclReceiver(Receiver):
-    _line: Line | None = None
-    _version = Version(-1, -1)
+class NcclLine(Line):
+    def _part(self, rank: int, ask: str, version: Version, advance: Callable[[int], None]) -> Tensor:
+        header = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._links[rank].transfer(header)
+        if header.item() != version.n:
+            raise RuntimeError(f"rank {rank} of the learner no longer has version {label(version)}")
 
-    def take(self, at_least: Version, deadline_s: float) -> tuple[Version, Iterable[tuple[str, Tensor]]]:
-        seen = self.progress
-        until = time.monotonic() + deadline_s
-        while True:
-            try:
-                self._line = self._line or Line(self.run, self.name, self.incarnation, self.device, deadline_s)
-                self._version = self._line.receive(at_least, until - time.monotonic(), self._advance)
-                return self._version, self._line.tensors()
+        part = self._parts[rank] if self._parts else self._buffer(rank)
+        for bucket in part.split(_BUCKET_BYTES):
+            self._links[rank].transfer(bucket)
+            advance(bucket.nbytes)
+        return part
 
-            except (RuntimeError, OSError, ValueError) as error:  # the line broke, or the learner is away
-                if isinstance(error, WeightsError):
-                    raise
-
-                self.close()
-                if self.progress != seen:
-                    seen = self.progress
-                    until = time.monotonic() + deadline_s
-                if time.monotonic() > until:
-                    raise WaitExpired(f"{self.name} waits for weights {label(at_least)} or newer: {error}") from None
-            time.sleep(_TICK_S)
-
-    def receipt(self) -> int:
-        assert self._line is not None
-        try:
-            return self._line.verified()
-        except WeightsCorrupt as error:
-            raise WeightsCorrupt(f"{self.name}, version {label(self._version)}: {error}") from None
-
-    def close(self) -> None:
-        if self._line is not None:
-            self._line.close()
-        self._line = None
-
-    def _advance(self, count: int) -> None:
-        self.progress += count
+    def _buffer(self, rank: int) -> Tensor:
+        return torch.zeros(layout(self._tables[rank]).total_bytes, dtype=torch.uint8, device=self._device)
 
 
-class _Over(Exception):
-    """A line has come to its orderly end."""
+class NcclReceiver(DeviceReceiver):
+    line = NcclLine
 
 
 NCCL = Channel(NcclSender, NcclReceiver)

@@ -1,4 +1,4 @@
-"""Channel `nccl` with gloo, over processes: versions arrive proven; who dies or stands still holds up nobody."""
+"""Channels from device to device, on a CPU and over processes: versions arrive proven; who dies holds up nobody."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch
 
 from rl.weights import make_receiver, make_sender
 from rl.weights.channel import Entry, Placement, Sender, WeightsCorrupt, WeightsError
-from rl.weights.device.nccl import NcclReceiver, NcclSender
+from rl.weights.device.ends import DeviceReceiver, DeviceSender
+from rl.weights.device.ipc import IpcReceiver
 from rl.weights.device.packing import device_digest
 from rl.wire.messages import Version
 from rl.wire.process import WaitExpired
@@ -32,7 +33,7 @@ ENTRIES: list[Entry] = [
     ("none", (0, 3), "float32"),
     ("norm", (7,), "float32"),
 ]
-SETTINGS = "weights.transport=nccl", f"learner.ranks={RANKS}"
+CHANNELS = ["nccl", "ipc"]
 
 
 def content(n: int) -> dict[str, torch.Tensor]:
@@ -48,22 +49,14 @@ def offer(senders: list[Sender], n: int) -> int | None:
     return offer_rows(senders, n, content(n))
 
 
-class Halts(NcclReceiver):
-    """It is killed, or stopped, in the middle of its first update: some bytes are there, and some are not."""
+def follow(folder: str, name: str, incarnation: int, halts: int, device: str, asked: Connection) -> None:
+    """Takes what is asked for, as (timeline, n), and answers its version, whether it is right, and its receipt.
 
-    signal = signal.SIGKILL
-
-    def _advance(self, count: int) -> None:
-        os.kill(os.getpid(), self.signal)
-
-
-class Stops(Halts):
-    signal = signal.SIGSTOP
-
-
-def follow(folder: str, name: str, incarnation: int, kind: type[NcclReceiver], device: str, asked: Connection) -> None:
-    """Takes what is asked for, as (timeline, n), and answers its version, whether it is right, and its receipt."""
-    receiver = kind(RunFile.load(folder), name, incarnation, device)
+    `halts`: the signal that ends or stops it in the middle of its first update, or 0.
+    """
+    receiver: Any = make_receiver(RunFile.load(folder), name, incarnation, device)
+    if halts:
+        receiver._advance = lambda count: os.kill(os.getpid(), halts)
     while True:
         try:
             at_least = asked.recv()
@@ -82,7 +75,7 @@ def follow(folder: str, name: str, incarnation: int, kind: type[NcclReceiver], d
 def lead(folder: str, first: int, heard: Connection) -> None:
     """All ranks of a learner in one process, which offers a version whenever it is told to."""
     run = RunFile.load(folder)
-    senders = [make_sender(run, rank, ENTRIES) for rank in range(RANKS)]
+    senders = [make_sender(run, rank, ENTRIES) for rank in range(run.config.learner.ranks)]
     for sender in senders:
         sender.open()
     while True:
@@ -104,15 +97,22 @@ class Other:
         return self.pipe.recv()
 
 
-def follower(
-    run: RunFile, index: int, incarnation: int = 0, kind: type[NcclReceiver] = NcclReceiver, device: str = "cpu"
-) -> Other:
-    return Other(follow, str(run.folder), f"generator-{index}-0", incarnation, kind, device)
+def follower(run: RunFile, index: int, incarnation: int = 0, halts: int = 0, device: str = "cpu") -> Other:
+    return Other(follow, str(run.folder), f"generator-{index}-0", incarnation, halts, device)
+
+
+def settings(channel: str) -> tuple[str, ...]:
+    return f"weights.transport={channel}", f"learner.ranks={RANKS}"
+
+
+@pytest.fixture(params=CHANNELS)
+def channel(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture
-def run(make_run: MakeRun) -> RunFile:
-    return make_run(*SETTINGS, "weights.deadline_s=60")
+def run(make_run: MakeRun, channel: str) -> RunFile:
+    return make_run(*settings(channel), "weights.deadline_s=60")
 
 
 @pytest.fixture
@@ -126,15 +126,15 @@ def senders(run: RunFile) -> Iterator[list[Sender]]:
 
 
 @pytest.fixture
-def receiver(run: RunFile) -> Iterator[NcclReceiver]:
+def receiver(run: RunFile) -> Iterator[DeviceReceiver]:
     made = make_receiver(run, "generator-0-0", 0)
-    assert isinstance(made, NcclReceiver)
+    assert isinstance(made, DeviceReceiver)
     yield made
     made.close()
 
 
 def test_the_newest_version_arrives_cast_and_with_the_senders_checksum(
-    senders: list[Sender], receiver: NcclReceiver
+    senders: list[Sender], receiver: DeviceReceiver
 ) -> None:
     receipts = [offer(senders, n) for n in range(2)]
     for n in range(2, 6):
@@ -144,12 +144,13 @@ def test_the_newest_version_arrives_cast_and_with_the_senders_checksum(
         arrived = dict(tensors)
         assert list(arrived) == [name for name, *_ in ENTRIES] and arrived["embed"].dtype == torch.bfloat16
         assert all(torch.equal(arrived[name].float(), whole) for name, whole in content(n).items())
+        assert receiver.release()
     assert len(set(receipts)) == 6 and receiver.progress > 4 * 301 * 16 * 2
 
 
 def test_a_receiver_that_is_killed_in_an_update_and_its_successor(run: RunFile, senders: list[Sender]) -> None:
     receipts = [offer(senders, 0)]
-    dying, other = follower(run, 0, kind=Halts), follower(run, 1)
+    dying, other = follower(run, 0, halts=signal.SIGKILL), follower(run, 1)
     for each in (dying, other):
         each.pipe.send((0, 0))
     assert other.answer() == (0, True, receipts[0])
@@ -166,14 +167,13 @@ def test_a_receiver_that_is_killed_in_an_update_and_its_successor(run: RunFile, 
             assert each.answer() == (n, True, receipts[n])
 
 
-def test_a_receiver_that_stands_still_holds_up_nobody_and_is_given_up(make_run: MakeRun) -> None:
-    run = make_run(*SETTINGS, "weights.deadline_s=8")
-    made = [NcclSender(run, rank, ENTRIES) for rank in range(RANKS)]
-    for sender in made:
+def test_a_receiver_that_stands_still_holds_up_nobody_and_is_given_up(make_run: MakeRun, channel: str) -> None:
+    run = make_run(*settings(channel), "weights.deadline_s=8")
+    senders = [make_sender(run, rank, ENTRIES) for rank in range(RANKS)]
+    for sender in senders:
         sender.open()
-    senders: list[Sender] = [*made]
     receipts = [offer(senders, 0)]
-    other, still = follower(run, 1), follower(run, 0, kind=Stops)
+    other, still = follower(run, 1), follower(run, 0, halts=signal.SIGSTOP)
     other.pipe.send((0, 0))
     assert other.answer() == (0, True, receipts[0])
 
@@ -184,12 +184,13 @@ def test_a_receiver_that_stands_still_holds_up_nobody_and_is_given_up(make_run: 
         receipts.append(offer(senders, n))
         other.pipe.send((0, n))
         assert other.answer() == (n, True, receipts[n])
-    assert made[1]._sending[0]  # all that while the second rank waits for it
+    last = senders[1]
+    assert isinstance(last, DeviceSender) and last._sending[0]  # all that while the second rank waits for it
 
-    while made[1]._sending[0]:
+    while last._sending[0]:
         time.sleep(0.05)
     still.process.kill()
-    for sender in made:
+    for sender in senders:
         sender.close()
 
 
@@ -207,16 +208,17 @@ def test_a_learner_that_dies_is_awaited_and_its_successor_found(run: RunFile) ->
     successor.process.kill()
 
 
-def test_what_differs_from_what_was_sent_is_refused_and_named(senders: list[Sender], receiver: NcclReceiver) -> None:
+def test_what_differs_from_what_was_sent_is_refused_and_named(senders: list[Sender], receiver: DeviceReceiver) -> None:
     offer(senders, 0)
     receiver.take(Version(0, 0), 30)
-    assert receiver._line is not None
-    receiver._line._parts[1][1][40] ^= 1
+    assert receiver._line is not None and isinstance(senders[1], DeviceSender)
+    has = senders[1]._parts[0] if isinstance(receiver, IpcReceiver) else receiver._line._parts[1]
+    has[40] ^= 1
     with pytest.raises(WeightsCorrupt, match=r"generator-0-0, version 0\.0: the rows of rank 1 differ"):
         receiver.receipt()
 
 
-def test_waits_have_a_deadline_and_a_name(senders: list[Sender], receiver: NcclReceiver) -> None:
+def test_waits_have_a_deadline_and_a_name(senders: list[Sender], receiver: DeviceReceiver) -> None:
     offer(senders, 0)
     with pytest.raises(WaitExpired, match=r"generator-0-0 waits for weights 0\.1 or newer"):
         receiver.take(Version(0, 1), 0.3)
@@ -226,7 +228,7 @@ def test_waits_have_a_deadline_and_a_name(senders: list[Sender], receiver: NcclR
         senders[0].receipt(5)
 
 
-def test_rows_that_are_missing_are_an_error(senders: list[Sender], receiver: NcclReceiver) -> None:
+def test_rows_that_are_missing_are_an_error(senders: list[Sender], receiver: DeviceReceiver) -> None:
     for rank, sender in enumerate(senders):
         sender.offer(0, [("embed", torch.ones(150, 16), Placement((301, 16), 150 * rank))])
     senders[0].receipt(0)
@@ -241,13 +243,13 @@ def test_rows_that_are_missing_are_an_error(senders: list[Sender], receiver: Ncc
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="not run: NCCL needs two CUDA devices")
 def test_between_gpus_a_killed_receiver_is_followed_by_another(make_run: MakeRun) -> None:
     """Both ranks of the learner are on the first device, which NCCL allows: no group has two of one device."""
-    run = make_run(*SETTINGS, "weights.deadline_s=20", "learner.kind=fsdp", device="cuda")
+    run = make_run(*settings("nccl"), "weights.deadline_s=20", "learner.kind=fsdp", device="cuda")
     torch.cuda.set_device(0)
     senders = [make_sender(run, rank, ENTRIES) for rank in range(RANKS)]
     for sender in senders:
         sender.open()
     receipts = [offer(senders, 0)]
-    dying = follower(run, 0, kind=Halts, device="cuda:1")
+    dying = follower(run, 0, halts=signal.SIGKILL, device="cuda:1")
     dying.pipe.send((0, 0))
     dying.process.join(120)
     for sender in senders:

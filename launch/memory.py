@@ -26,6 +26,10 @@ _MASTER = 4  # bytes of a parameter, of its gradient and of each of Adam's two m
 _BATCHED_TOKENS = 8192  # of one engine step, at least (`vllm_settings`)
 _MARGIN = 1.05  # an estimate of a learner's peak beside its peak
 _CONTEXT = 600 * MIB  # CUDA's own, of one process on a GPU
+_ASLEEP = 1536 * MIB  # of an engine that sleeps, CUDA's own with it; not measured
+_RESTING = 1024 * MIB  # of a learner at rest, likewise: vLLM does not start where its share is not free
+_LOCKED = 1.5  # what torch takes of the host for a byte in locked pages: it rounds each tensor up to a power of two
+_SHARE = "share of a GPU"
 _CURES = {"learner.ranks": "learner.ranks, learner.optimizer_states"}
 """What else may help beside a field, by the field."""
 
@@ -111,6 +115,12 @@ def estimate(
         learner_at_rest |= _learner(config, model) if device == "cpu" else {}
         learner_at_rest |= _states(config, model)
 
+    if model and device == "cuda" and config.alternates:
+        learner_at_rest["moved here"] = int(_LOCKED * sum(_moved(config, model).values()))
+        if served_adapter(config.model) is not None:
+            weights = _engine(config, model, device)["weights"]
+            engine_at_rest["weights while it sleeps"] = config.generator.tensor_parallel * weights
+
     needs.append(Need("learner rank", "host", config.learner.ranks, learner_at_rest, "learner.ranks"))
     if config.supervised:
         return needs
@@ -146,6 +156,8 @@ def check_memory(needs: Sequence[Need], machine: Machine) -> None:
             if need.beside:
                 part = f", shared with {need.beside}, which leaves {size_text(int(need.share * gpu))}"
             cures = _CURES.get(need.field, need.field)
+            if need.what.endswith(_SHARE):
+                cures += ", placement=alternate"
             raise ConfigError(f"{need.field}: {need}, and a GPU has {size_text(gpu)}{part}; see {cures} and model.path")
 
 
@@ -246,15 +258,53 @@ def _on_gpus(config: Config, model: ModelShape, machine: Machine) -> list[Need]:
         engine = [_engine_gpu(config, model)]
 
     gpu = machine.gpu_memory
-    if gpu is not None and shares_gpus(config, len(machine.gpus)):
-        given = config.generator.options.get("gpu_memory_utilization")
+    given = config.generator.options.get("gpu_memory_utilization")
+    if gpu is not None and shares_gpus(config, len(machine.gpus)) and config.alternates:
+        learner, engine = _turns(config, model, learner[0], engine[0], gpu, given)
+    elif gpu is not None and shares_gpus(config, len(machine.gpus)):
         rest = 1 - _MARGIN * learner[0].each / gpu
         share = max(0.0, math.floor(rest * 1000) / 1000 if given is None else float(given))
-        learner = [replace(learner[0], what="learner's share of a GPU", share=1 - share, beside="an engine")]
+        learner = [replace(learner[0], what=f"learner's {_SHARE}", share=1 - share, beside="an engine")]
         engine = [
-            replace(engine[0], what="engine's share of a GPU", share=share, beside="a learner", field=learner[0].field)
+            replace(engine[0], what=f"engine's {_SHARE}", share=share, beside="a learner", field=learner[0].field)
         ]
     return [*(_with_cache(config, model, need, gpu) for need in engine), *learner]
+
+
+def _turns(
+    config: Config, model: ModelShape, learner: Need, engine: Need, gpu: int, given: float | None
+) -> tuple[list[Need], list[Need]]:
+    """Each has the whole GPU but for what the other keeps while it rests. given: the engine's share, by the user.
+
+    Raises ConfigError where that is more.
+    """
+    resting = _RESTING + (0 if _moved(config, model) else learner.parts["weights"])
+    asleep = _ASLEEP + engine.parts["token table"]
+
+    most = math.floor((1 - _MARGIN * resting / gpu) * 1000) / 1000
+    if given is not None and given > most:
+        raise ConfigError(
+            f"generator.options.gpu_memory_utilization={given}: with placement=alternate a learner at rest keeps "
+            f"{size_text(resting)} of a GPU of {size_text(gpu)}; at most {most:g}, or leave it out"
+        )
+
+    kept = f"they take turns: meanwhile an engine keeps {size_text(asleep)}, and a learner {size_text(resting)}"
+    share = most if given is None else given
+    return (
+        [
+            replace(
+                learner, what="learner's turn on a GPU", share=(1 - asleep / gpu) / _MARGIN, beside="an engine at rest"
+            )
+        ],
+        [replace(engine, what="engine's turn on a GPU", share=share, beside="a learner", remarks=(kept,))],
+    )
+
+
+def _moved(config: Config, model: ModelShape) -> dict[str, int]:
+    """The bytes that a rank moves to the host before it rests, by purpose."""
+    on_host = config.learner.optimizer_states == "host"
+    parts = {} if on_host else _learner(config, model)
+    return {name: parts[name] for name in ("weights", "optimizer") if name in parts}
 
 
 def _device_slots(config: Config, model: ModelShape) -> dict[str, int]:
@@ -290,7 +340,7 @@ def _with_cache(config: Config, model: ModelShape, need: Need, gpu: int | None) 
     if whole < generator.max_num_seqs:
         fit += f", and up to generator.max_num_seqs={generator.max_num_seqs} shorter ones"
     remark = f"{fit}: {cache // token} tokens of KV cache"
-    return replace(need, parts=need.parts | {"KV cache": cache}, remarks=(remark,))
+    return replace(need, parts=need.parts | {"KV cache": cache}, remarks=(*need.remarks, remark))
 
 
 def _learner(config: Config, model: ModelShape) -> dict[str, int]:

@@ -72,10 +72,11 @@ def has_own_teacher(config: Config) -> bool:
 
 
 def shares_gpus(config: Config, visible: int) -> bool:
-    """Whether each rank is on the GPU of an engine, or each engine on that of a rank, as far as there are both."""
+    """Whether each rank is on the GPU of an engine, or each engine on that of a rank, as far as there are both. They
+    run there at the same time, or take turns."""
     each = _gpus_of_each(config)
     return all(each) and (
-        config.placement == "shared" or (config.placement == "auto" and each == (1, 1) and visible == 1)
+        config.placement in ("shared", "alternate") or (config.placement == "auto" and each == (1, 1) and visible == 1)
     )
 
 

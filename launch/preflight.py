@@ -330,6 +330,9 @@ def _check_channel(config: Config, device: str, visible: int) -> None:
         why = "its ends meet at a file, and network.transport=tcp has none that both see"
     elif channel == "nccl" and shares_gpus(config, visible):
         why = "NCCL refuses an engine and a learner on one GPU"
+
+    elif channel == "ipc" and config.alternates:
+        why = "its blocks stay on the GPU in the engine's turn"
     elif channel == "ipc" and (generator.count, generator.tensor_parallel, config.learner.ranks) != (1, 1, 1):
         counts = f"generator.count={generator.count}, generator.tensor_parallel={generator.tensor_parallel}"
         why = f"it is for one engine of one GPU and one rank, not {counts}, learner.ranks={config.learner.ranks}"

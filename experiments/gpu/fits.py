@@ -40,6 +40,7 @@ def shape(name: str) -> ModelShape:
 
 ON_HOST = ("learner.optimizer_states=host", "learner.reduce_dtype=bfloat16")
 """The settings of the second table."""
+_BY_TURNS = "placement=alternate"
 
 
 def shared(model: ModelShape, gib: int, *overrides: str) -> str:
@@ -76,6 +77,22 @@ def table(*overrides: str) -> str:
     return "\n".join(lines)
 
 
+def turns() -> str:
+    """The cache on one GPU whose engine and rank take turns, with all states on it in the learner's, and without."""
+    lines = [
+        "| model | one GPU of 24 GB | 48 GB | 80 GB | memory of the host | states on the host: 24 GB | 48 GB | 80 GB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in MODELS:
+        model = shape(name)
+        own, on_the_host = (
+            [shared(model, gib, _BY_TURNS, *overrides) for gib in (24, 48, 80)] for overrides in ((), ON_HOST)
+        )
+        host = on_host(_needs(model, Machine(), _BY_TURNS)) / GIB
+        lines.append(f"| {' | '.join([name, *own, f'{host:.0f} GiB', *on_the_host])} |")
+    return "\n".join(lines)
+
+
 def _needs(model: ModelShape, machine: Machine, *overrides: str) -> list[Need]:
     return estimate(load_config(_RECIPE, [*overrides]), "cuda", model, machine)
 
@@ -89,4 +106,4 @@ def _fit(needs: list[Need], machine: Machine) -> bool:
 
 
 if __name__ == "__main__":
-    print(table(), table(*ON_HOST), sep="\n\n")
+    print(table(), table(*ON_HOST), turns(), sep="\n\n")

@@ -19,7 +19,7 @@ PARTS = {
     "adapters": ("experiments.gpu.engine:adapters", 120),
     "rollout": ("experiments.gpu.engine:rollout", 240),
     "end_to_end": ("experiments.gpu.runs:end_to_end", 240),
-    "one_gpu": ("experiments.gpu.runs:one_gpu", 240),
+    "one_gpu": ("experiments.gpu.runs:one_gpu", 480),
     "start": ("experiments.gpu.runs:start", 300),
 }
 """What carries out a part, and its limit in seconds."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ _BF16 = ["model.dtype=bfloat16", "generator.dtype=bfloat16", "alarms.exact=50"]
 _ONE_EACH = ["generator.count=1", "learner.ranks=1", "device=cuda", *_BF16]
 _SMALL = ["steps=1", "eval.tasks=4", "rollout.groups_per_batch=2", "model.warm_start.demonstrations=0"]
 _ON_CPU = [*_SMALL, "rollout.group_size=2", "generator.count=1", "learner.ranks=1", "generator.max_num_seqs=8"]
-_KEPT = ("eval/accuracy", "time/step", "time/train", "exact/max", "train/loss")
+_KEPT = ("eval/accuracy", "time/step", "time/train", "exact/max", "train/loss", "time/take_device", "time/give_device")
 _POLL_S = 0.5
 
 
@@ -45,17 +46,26 @@ def end_to_end(result: Result, device: str) -> None:
     need_vllm()
     if device == "cuda" and (shown := len(visible_gpus())) < 2:
         raise Unrun(f"it needs two GPUs, and this machine shows {shown}; the part one_gpu is for one")
-    _run(result, ["math_cpu", *(["steps=20", *_ONE_EACH] if device == "cuda" else _ON_CPU)])
+    if code := _run(result, ["math_cpu", *(["steps=20", *_ONE_EACH] if device == "cuda" else _ON_CPU)]):
+        sys.exit(code)
 
 
 def one_gpu(result: Result, device: str) -> None:
-    """Engine and rank on one GPU."""
+    """Engine and rank on one GPU: at the same time, and then by turns, which a CPU can show as well."""
     need_vllm()
-    if device == "cpu":
-        raise Unrun("a CPU has no GPU to share")
-    with _PeakMemory() as peak:
-        _run(result, ["math_cpu", "steps=20", *_ONE_EACH, "placement=shared"])
-    result.note("peak_gib", peak.mib / 1024)
+    ways = ["alternate"] if device == "cpu" else ["shared", "alternate"]
+    settings = _ON_CPU if device == "cpu" else ["steps=20", *_ONE_EACH]
+    codes = []
+    for way in ways:
+        begin = time.monotonic()
+        with _PeakMemory(device) as peak:
+            codes.append(_run(result, ["math_cpu", *settings, f"placement={way}"], f"{way}: "))
+        result.note(f"{way}: seconds", round(time.monotonic() - begin, 1))
+        if device == "cuda":
+            result.note(f"{way}: peak_gib", peak.mib / 1024)
+
+    if code := max(codes, key=abs):
+        sys.exit(code)
 
 
 def start(result: Result, device: str) -> None:
@@ -72,33 +82,35 @@ def start(result: Result, device: str) -> None:
                 result.note(f"{name}, {time_of}", {"marks_s": begun.marks, "cpu_s": begun.cpu_s})
 
 
-def _run(result: Result, words: list[str]) -> None:
-    """`fresco run` to its end, and what its metrics say of it."""
+def _run(result: Result, words: list[str], before: str = "") -> int:
+    """`fresco run` to its end, and what its metrics say of it; its exit code. before: each name of what is noted."""
     with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         settings = [f"runs={folder}", "name=run", "tracking.wandb=disabled"]
         command = [sys.executable, "-m", "launch.cli", "run", *words, *settings]
-        result.note("run", " ".join(["fresco", "run", *words]))
+        result.note(f"{before}run", " ".join(["fresco", "run", *words]))
         code = subprocess.run(command, cwd=_ROOT).returncode
-        result.note("exit_code", code)
-        _note_run(result, Path(folder) / "run")
-    if code:
-        sys.exit(code)
+        result.note(f"{before}exit_code", code)
+        _note_run(result, Path(folder) / "run", before)
+    return code
 
 
-def _note_run(result: Result, run: Path) -> None:
+def _note_run(result: Result, run: Path, before: str) -> None:
     """The metrics step by step, and the summary, which only an orderly end leaves."""
     if (metrics := run / "metrics.jsonl").exists():
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-        result.note("metrics", [{key: row[key] for key in ("step", *_KEPT) if key in row} for row in rows])
+        result.note(f"{before}metrics", [{key: row[key] for key in ("step", *_KEPT) if key in row} for row in rows])
     if (summary := run / "summary.json").exists():
         told: dict[str, Any] = json.loads(summary.read_text())
-        result.note("summary", told)
+        result.note(f"{before}summary", told)
 
 
 class _PeakMemory:
     """The most MiB that a GPU had in use, as the driver counts them."""
 
     mib = 0
+
+    def __init__(self, device: str) -> None:
+        self._device = device
 
     def __enter__(self) -> _PeakMemory:
         self._stop = threading.Event()
@@ -112,6 +124,6 @@ class _PeakMemory:
 
     def _watch(self) -> None:
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        while not self._stop.wait(_POLL_S):
+        while not self._stop.wait(_POLL_S) and self._device == "cuda":
             used = subprocess.run(query, capture_output=True, text=True).stdout.split()
             self.mib = max(self.mib, *map(int, used), 0)

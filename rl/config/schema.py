@@ -316,9 +316,9 @@ class Config(Section):
     """Times that each process is started again after a death, all ranks together, before the run stops."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines and ranks run; `auto` is cuda where the driver lists a GPU."""
-    placement: Annotated[Literal["auto", "apart", "shared"], Where("GPUs")] = "auto"
-    """`apart`: engines and ranks have their own GPUs; `shared`: a rank is on an engine's; `auto` shares where there is
-    one."""
+    placement: Literal["auto", "apart", "shared", "alternate"] = "auto"
+    """`apart`: engines and ranks have their own GPUs; `shared`: a rank is on an engine's; `alternate`: there they take
+    turns (unrun); `auto` shares where there is one."""
     resume: Path | None = None
     """A checkpoint's or run's folder to continue from; `auto`: the newest of this name; `new`: none; null: `auto` where
     the same configuration stopped early."""
@@ -386,6 +386,12 @@ class Config(Section):
                 f"{self.cluster.nodes}; set weights.transport=auto"
             )
 
+        if self.placement == "alternate" and self.cluster.count:
+            raise ValueError(
+                f"placement=alternate: engine and rank meet at a lock of one machine, and cluster.nodes="
+                f"{self.cluster.nodes}; set placement=shared or apart"
+            )
+
         first = self.rollout.first_episodes
         if first and not (self.rollout.filter_constant_groups and 2 <= first < self.rollout.group_size):
             raise ValueError(
@@ -398,6 +404,11 @@ class Config(Section):
     def supervised(self) -> bool:
         """Whether rows are imitated, so that there is nothing but a learner."""
         return self.learner.kind == "supervised"
+
+    @property
+    def alternates(self) -> bool:
+        """Whether engines rest while the learner has the device, and the learner's tensors are on the host else."""
+        return self.placement == "alternate" and self.steps > 0 and not self.supervised
 
     @property
     def channel(self) -> str:

@@ -43,6 +43,7 @@ from rl.store.checkpoint_folder import CheckpointError, Meta
 from rl.store.digests import digest_of
 from rl.store.samples import LineFile
 from rl.store.version_digests import FILE, VersionDigests
+from rl.wire.messages import BatchPart
 from rl.wire.process import Process, WaitExpired, leave
 from rl.wire.run import context_from_command_line, numeric
 
@@ -50,10 +51,10 @@ from rl.wire.run import context_from_command_line, numeric
 def train(learner: Learner, client: Client) -> None:
     """Train from the first weights to the closing report; returns when the supervisor says stop."""
     publisher = Publisher(learner.policy, client)
-    publisher.publish(client.first_step)
-    learner.note_version(client, client.first_step)
+    learner.publish(publisher, client, client.first_step)
     done = client.first_step
     for batch_part in client.batches():  # step s: samples of versions s - S .. s (rollout.staleness_bound)
+        learner.take_device(client)
         begin = time.monotonic()
         with client.span("prepare"):
             minibatches = learner.trainer.minibatches(batch_part)
@@ -76,9 +77,8 @@ def train(learner: Learner, client: Client) -> None:
         values["train/loss"] = values.get("loss/objective", 0.0)
         trained = time.monotonic()
 
-        publisher.publish(batch_part.step + 1, batch_part)
-        learner.note_version(client, batch_part.step + 1)
-        values |= {"time/train": trained - begin, "time/publish": time.monotonic() - trained}
+        learner.publish(publisher, client, batch_part.step + 1, batch_part)
+        values |= learner.turns | {"time/train": trained - begin, "time/publish": time.monotonic() - trained}
         client.report(batch_part, values, stats.histograms())
         if client.checkpoint_due(batch_part.step + 1):
             with client.span("save"):
@@ -120,8 +120,13 @@ class Learner:
             team=make_team(run.learner_device, self.config.learner.context_parallel),
             device=run.learner_device,
             before_forward=self._advance,
+            at_rest=self.config.alternates,
         )
         self.trainer.observed_by(self.token_log)
+
+        self._has_device = False
+        self.turns: dict[str, float] = {}
+        """What the last turn on a shared device has cost, for the metrics."""
 
         self.policy = self.trainer.policy
         self._lora = self._adapters()
@@ -163,9 +168,35 @@ class Learner:
                 self._load(reachable(self.run.folder)[n], n)
                 self._watch()
                 client.go_back(n)
-                publisher.publish(n)
-                self.note_version(client, n)
+                self.publish(publisher, client, n)
         self._settle(n)
+
+    def publish(self, publisher: Publisher, client: Client, n: int, batch: BatchPart | None = None) -> None:
+        """The present weights as version `n`. With it the device is the engines' again, where they share it."""
+        self.take_device(client)
+        publisher.publish(n, batch)
+        self.note_version(client, n)
+        self._give_device(client)
+
+    def take_device(self, client: Client) -> None:
+        """Until no engine uses the device, and what is trained is there. Rank 0 waits for all, so ranks meet."""
+        if not self.config.alternates or self._has_device:
+            return
+        begin = time.monotonic()
+        client.take_devices()
+        all_reduce(torch.zeros(1), "max")
+        self.trainer.moves.to_device()
+        self._has_device = True
+        self.turns = {"time/take_device": time.monotonic() - begin}
+
+    def _give_device(self, client: Client) -> None:
+        if self._has_device:
+            begin = time.monotonic()
+            self.trainer.moves.to_host()
+            all_reduce(torch.zeros(1), "max")
+            self._has_device = False
+            client.give_devices()
+            self.turns["time/give_device"] = time.monotonic() - begin
 
     def _settle(self, step: int) -> None:
         settle(self.config.learner, self._began, set_at(read_changes(self.run.folder), step))

@@ -39,6 +39,7 @@ from rl.store.checkpoint_folder import latest, read_meta, verify
 from rl.weights import make_sender
 from rl.weights.channel import Entry, Piece, WeightsError, bytes_of
 from rl.weights.service import UpdaterService
+from rl.weights.turns import POLL_S, Turns
 from rl.wire import messages
 from rl.wire.awake import Awake
 from rl.wire.messages import BatchPart, Journal, Message, ProtocolError, Stop, Version
@@ -147,6 +148,14 @@ class Client(ABC):
         """Version `n` is there, of which `pieces` are this rank's part. False if a later one is known already."""
 
     @abstractmethod
+    def take_devices(self) -> None:
+        """Until no engine uses a device of the learner's ranks, or begins to. All ranks call it, and then meet."""
+
+    @abstractmethod
+    def give_devices(self) -> None:
+        """Engines may use them, and go on with the newest version. All ranks have met, and call it."""
+
+    @abstractmethod
     def journal(self, n: int) -> bytes:
         """What a checkpoint of version `n` keeps beside the weights; empty on other ranks than the first."""
 
@@ -237,6 +246,7 @@ class RunClient(Client):
         self._broker_since = 0.0
         self._awake = Awake(time.monotonic(), _TURN_S)
         self._service: UpdaterService | None = None
+        self._turns = Turns(self.run, alone=True) if self.config.alternates and self.rank == 0 else None
         self._sender = make_sender(self.run, self.rank, entries, self._wait_while_listening)
         self._sender.open()
         if self.rank == 0:
@@ -359,6 +369,40 @@ class RunClient(Client):
             self._broker.tell(messages.EvalRequest(version, self.config.eval.tasks))
         return announced
 
+    def take_devices(self) -> None:
+        """Rank 0 takes them for all. Raises WaitExpired where a generator does not rest, Stopped.
+
+        The deadline is for one that does nothing of what others watch: starting, loading, draining.
+        """
+        if self._turns is None or self._service is None or self._turns.has:
+            return
+        deadline_s = self.config.weights.deadline_s + self.config.timeouts.hang_s
+        begin = self._clock()
+        self.process.busy = False
+        self._service.take()
+
+        with self.process.waits.on("generators", self._step + 1), self.span("wait devices"):
+            while not self._turns.take():
+                self.listen()
+
+                late = self._service.late
+                if not late:
+                    begin = self._clock()
+                elif self._clock() >= begin + deadline_s:
+                    whom = ", ".join(map(str, late))
+                    what = f"generator {whom} to rest (weights.deadline_s and timeouts.hang_s)"
+                    raise WaitExpired(f"learner.{self.rank} waited {deadline_s:g} s for {what}")
+
+                select.select([self.process.wake_fd], [], [], POLL_S)
+
+        self.process.waits.ended()
+        self.process.busy = True
+
+    def give_devices(self) -> None:
+        if self._turns is not None and self._service is not None and self._turns.has:
+            self._turns.give()
+            self._service.give()
+
     def _wait_while_listening(self, what: str, ask: Callable[[float], T]) -> T:
         """`ask(seconds)`, again and again for `weights.deadline_s`. Raises WaitExpired, Stopped.
 
@@ -420,8 +464,8 @@ class RunClient(Client):
         self.listen()
 
     def _check_starved(self, step: int, step_s: float) -> None:
-        """A learner on CPUs shares them: while it waits, they do the work that it waits for."""
-        if self.config.learner.kind == "fsdp" and self.run.learner_device == "cpu":
+        """A learner that shares CPUs or takes turns on GPUs waits while they do the work that it waits for."""
+        if self.config.alternates or (self.config.learner.kind == "fsdp" and self.run.learner_device == "cpu"):
             return
 
         alarms = self.process.alarms
@@ -499,3 +543,5 @@ class RunClient(Client):
         if self._broker is not None:
             self._broker.socket.close(linger=500)
         self._sender.close()
+        if self._turns is not None:
+            self._turns.close()

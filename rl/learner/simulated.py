@@ -95,15 +95,19 @@ def train(process: Process, client: RunClient, entry: Entry) -> None:
         with client.span("publish"):
             client.publish(n, [simulated_piece(entry, version, process.index, config.ranks)])
 
+    client.take_devices()
     publish(client.first_step)
+    client.give_devices()
 
     for batch_part in client.batches():
+        client.take_devices()
         begin = time.monotonic()
         with client.span("train"):
             time.sleep(step_s)
         trained = time.monotonic()
 
         publish(batch_part.step + 1)
+        client.give_devices()
         published = time.monotonic()
         times = {"time/train": trained - begin, "time/publish": published - trained}
         client.report(batch_part, {"train/loss": simulated_loss(batch_part)} | times)

@@ -77,6 +77,12 @@ class RowsClient(Client):
                 self.process.send(Metrics(n, {"eval/loss": loss}))
         return True
 
+    def take_devices(self) -> None:
+        """They are the learner's alone."""
+
+    def give_devices(self) -> None:
+        """Nobody waits for them."""
+
     def journal(self, n: int) -> bytes:
         """The data that were trained: a run that goes on with other ones would not know its rows."""
         return journal_of(self.run.data, self.config) if self.rank == 0 else b""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from rl.learner import checkpoint
 from rl.learner.algorithm import make_algorithm
 from rl.learner.credit import Minibatch, all_reduce, assign, kept_rows, mask_rows
 from rl.learner.host_weights import HostWeights
+from rl.learner.moves import Moves
 from rl.learner.routing import replay_gap
 from rl.learner.update import (
     Observer,
@@ -149,8 +151,10 @@ class Trainer:
         team: Team | None = None,
         device: str = "cpu",
         before_forward: Callable[..., None] | None = None,
+        at_rest: bool = False,
     ) -> None:
         """folder: the starting weights. team: ranks that get the same batch parts, and compute each pack together.
+        at_rest: what is trained begins on the host, until `moves.to_device`.
 
         Raises ValueError for settings or models that do not fit together.
         """
@@ -160,6 +164,7 @@ class Trainer:
         self._device = device
         self._last_step = last_step
         self._on_host = config.learner.optimizer_states == "host"
+        self._begins_on = "cpu" if self._on_host or at_rest else device
         self._team = team
         self.counted = None if team is None else team.counted
         self._observe: Observer = unobserved
@@ -190,9 +195,19 @@ class Trainer:
             settings = config.learner.model_copy(update={"lr": critic.lr})
             self._critic_weights, self.critic_optimizer = self._held(self.critic, settings)
 
-        for model in (self.policy, self.reference, self.critic):
-            if isinstance(model, nn.Module) and before_forward is not None:
-                model.register_forward_pre_hook(before_forward)
+        for model in self._models() if before_forward is not None else ():
+            model.register_forward_pre_hook(before_forward)
+
+    @cached_property
+    def moves(self) -> Moves:
+        """What is computed with, between host and device. What the optimizer has on the host anyway stays."""
+        if self._on_host:
+            return Moves([], [], self._device)
+        return Moves(self._models(), [adamw for _, adamw in self.trained().values()], self._device)
+
+    def _models(self) -> list[Any]:
+        """All that compute; a reference that is the policy without its adapters is none."""
+        return [model for model in (self.policy, self.reference, self.critic) if isinstance(model, nn.Module)]
 
     def observed_by(self, observe: Observer) -> None:
         """`observe` sees every pack of the policy's update, on one rank of a team."""
@@ -296,7 +311,7 @@ class Trainer:
             router_replay=replay,
             team=self._team,
         )
-        return kind.load(folder, self._mesh, "cpu" if self._on_host else self._device, options)
+        return kind.load(folder, self._mesh, self._begins_on, options)
 
     def _check_columns(self) -> None:
         """A column that nothing reads would be routed through the whole run for nothing, and nobody would be told."""

@@ -67,14 +67,19 @@ def copied(module: M, device: str | torch.device, dtype: torch.dtype | None = No
     """
 
     def each_copied(each: Tensor) -> Tensor:
-        if not isinstance(each, nn.Parameter):
-            return each.to(device)
-        made = torch.empty_like(each, device=device, dtype=dtype or each.dtype)
-        own, rows = (part.to_local() if isinstance(part, DTensor) else part for part in (made, each.detach()))
-        own.copy_(rows)
-        return made
+        return copy_of(each, device, dtype) if isinstance(each, nn.Parameter) else each.to(device)
 
     return _moved(module, each_copied)
+
+
+def copy_of(tensor: Tensor, device: str | torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor on `device` with the same values, sharded alike. From a GPU to the host, and back from there, it is only
+    begun: the host's pages are locked."""
+    locked = tensor.is_cuda and torch.device(device).type == "cpu"
+    made = torch.empty_like(tensor, device=device, dtype=dtype or tensor.dtype, pin_memory=locked)
+    own, rows = (part.to_local() if isinstance(part, DTensor) else part for part in (made, tensor.detach()))
+    own.copy_(rows, non_blocking=locked or rows.is_pinned())
+    return made
 
 
 @torch.no_grad()

@@ -26,8 +26,8 @@ import zmq
 
 from rl.observe.alarms import line
 from rl.weights.channel import WeightsError
-from rl.weights.updater import Action, Loaded, LoadFailed, Mismatch, Notify, UpdaterCore, tolerance
-from rl.wire.messages import AlarmRaised, Fatal, Message, PeerDied, ProtocolError, Version, WeightStatus
+from rl.weights.updater import Action, Loaded, LoadFailed, Mismatch, Notify, Rest, UpdaterCore, tolerance
+from rl.wire.messages import AlarmRaised, Fatal, Message, PeerDied, ProtocolError, RestNotice, Version, WeightStatus
 from rl.wire.process import Process, clear_event
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import RunFile
@@ -56,6 +56,8 @@ class UpdaterService:
         )
 
         self.failed: str | None = None
+        self.late: list[int] = []
+        """As `UpdaterCore.late` said last; a new list each time."""
         self._sums = dict.fromkeys(("count", "failed", "total", *_PHASES), 0.0)
         self._notices: dict[int, tuple[int, zmq.Socket[bytes]]] = {}  # generator -> incarnation and its DEALER
         self._events: queue.SimpleQueue[Callable[[float], list[Action]]] = queue.SimpleQueue()
@@ -72,6 +74,14 @@ class UpdaterService:
     def publish(self, version: Version, checksum: int | None, probe_ids: list[int], probe_logp: list[float]) -> None:
         """Tell the generators of `version`, which they can take. Returns at once."""
         self._post(lambda now: self._core.publish(now, version, checksum, probe_ids, probe_logp))
+
+    def take(self) -> None:
+        """Tell the generators to leave the devices. Returns at once."""
+        self._post(self._core.take)
+
+    def give(self) -> None:
+        """They may have the devices, and the newest version. Returns at once."""
+        self._post(self._core.give)
 
     def peer_died(self, message: PeerDied) -> None:
         """A process was fenced; only generators matter here."""
@@ -133,6 +143,7 @@ class UpdaterService:
             while not self._events.empty():
                 self._act(self._events.get()(now))
             receiver.drain()
+            self.late = self._core.late()
 
     def _from_generator(self, message: Message, peer: bytes) -> None:
         known = self._run.names.sender(peer, "generator", self._run.config.generator.count)
@@ -155,6 +166,8 @@ class UpdaterService:
             match action:
                 case Notify(generator, notice):
                     send(self._notices[generator][1], notice)
+                case Rest(generator):
+                    send(self._notices[generator][1], RestNotice())
                 case Loaded(status, seconds):
                     self._count(count=1, total=seconds, **status.seconds)
                 case LoadFailed(generator, message):

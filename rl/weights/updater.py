@@ -12,7 +12,10 @@ told to load the newest; versions between are skipped. Invariants:
   when its next incarnation reports;
 * who was told and does not load, because the notice was lost, is told again (`RETELL_S`). How long a load may take is
   not decided here: a generator sees for itself whether its load advances, and ends when it does not;
-* every load is proven once (`LoadProof`).
+* every load is proven once (`LoadProof`);
+* `placement=alternate`: from `take` until `give` nobody is told to load. Everybody who does not rest is told to, and
+  again if that was lost. After `give` all who rest are told to load the newest at once, though they may have it: that
+  is how they wake. Who has the device meanwhile is not decided here, but by a lock (`turns.py`).
 """
 
 from __future__ import annotations
@@ -180,6 +183,13 @@ class Notify:
 
 
 @dataclass(frozen=True)
+class Rest:
+    """The learner needs the device of this generator."""
+
+    generator: int
+
+
+@dataclass(frozen=True)
 class Loaded:
     """One load is done and proven; `seconds` from the notice to its report."""
 
@@ -203,7 +213,7 @@ class Mismatch:
     message: str
 
 
-Action = Notify | Loaded | LoadFailed | Mismatch
+Action = Notify | Rest | Loaded | LoadFailed | Mismatch
 
 
 @dataclass
@@ -219,6 +229,9 @@ class _Generator:
     load: _Load | None = None
     unproven: WeightStatus | None = None  # reported before `publish` said what to expect
     failed: bool = False
+    loading: bool = False
+    resting: bool = False
+    told_to_rest: float | None = None  # when, since the learner wants the device
 
 
 class UpdaterCore:
@@ -230,6 +243,7 @@ class UpdaterCore:
         self._newest: WeightNotice | None = None
         self._generators: dict[int, _Generator] = {}
         self._dead: dict[int, int] = {}  # generator -> newest incarnation known to be dead
+        self._taken = False  # the learner has the devices, or waits for them
         # Where each generator stands, so that a heartbeat looks at its own sender only.
         self._fresh: set[int] = set()  # behind, and serves nothing yet
         self._behind: set[int] = set()  # serves an older version
@@ -253,6 +267,26 @@ class UpdaterCore:
             self._place(index)
         return actions + self._advance(now)
 
+    def take(self, now: float) -> list[Action]:
+        """The learner needs the devices that it shares with engines."""
+        self._taken = True
+        return self._advance(now)
+
+    def give(self, now: float) -> list[Action]:
+        """The learner has left the devices."""
+        self._taken = False
+        for index, generator in self._generators.items():
+            generator.told_to_rest = None
+            if generator.resting:
+                generator.load = None  # what it was told before it was told to rest
+            self._place(index)
+        return self._advance(now)
+
+    def late(self) -> list[int]:
+        """Generators that the learner waits for, of those that do not move: one that loads, drains or has not been
+        heard of yet is watched by others."""
+        return [index for index, each in self._generators.items() if not (each.resting or each.loading)]
+
     def status(self, now: float, status: WeightStatus) -> list[Action]:
         """A heartbeat. Statuses of earlier incarnations, late on the wire, are ignored."""
         if status.incarnation <= self._dead.get(status.generator, -1):
@@ -264,13 +298,17 @@ class UpdaterCore:
             known = _Generator(status.incarnation, Version(-1, -1))
             self._generators[status.generator] = known
 
+        woke = known.resting and not status.resting
+        known.resting = status.resting
+        known.loading = status.loading
+
         actions: list[Action] = []
         if status.error:
             if not known.failed:
                 actions.append(LoadFailed(status.generator, status.error))
             known.failed = True
             known.load = None
-        elif status.version != known.version:
+        elif status.version != known.version or woke:
             known.version = status.version
             known.unproven = None
             if self._newest is None or status.version.timeline == self._newest.version.timeline:
@@ -295,6 +333,7 @@ class UpdaterCore:
         return {
             index: f"incarnation {generator.incarnation} has {label(generator.version)}"
             + (f", loading {label(generator.load.target)}" if generator.load else "")
+            + (", at rest" if generator.resting else "")
             for index, generator in sorted(self._generators.items())
         }
 
@@ -328,11 +367,13 @@ class UpdaterCore:
         if generator.load is not None:
             if self._serves(generator):
                 self._updating.add(index)
-        elif generator.version < newest or generator.version.timeline != newest.timeline:
+        elif generator.resting or generator.version < newest or generator.version.timeline != newest.timeline:
             (self._behind if self._serves(generator) else self._fresh).add(index)
 
     def _advance(self, now: float) -> list[Action]:
-        """Tell whoever is to load next."""
+        """Tell whoever is to load next, or to rest."""
+        if self._taken:
+            return self._to_rest(now)
         if self._newest is None:
             return []
 
@@ -341,6 +382,19 @@ class UpdaterCore:
             self._generators[index].load = _Load(self._newest.version, now)
             self._place(index)
         return [Notify(index, self._newest) for index in due]
+
+    def _to_rest(self, now: float) -> list[Action]:
+        """Tell whoever does not rest, or was told to load and has not begun: it may otherwise wait for the weights of a
+        learner that has died meanwhile."""
+        due = []
+        for index, generator in self._generators.items():
+            told = generator.told_to_rest
+            rests = generator.resting and generator.load is None
+            if not rests and (told is None or now - told > RETELL_S):
+                generator.told_to_rest = now
+                generator.load = None if generator.resting else generator.load
+                due.append(index)
+        return [Rest(index) for index in due]
 
     def _due(self) -> list[int]:
         """Whom to tell now, the furthest behind first."""
@@ -354,4 +408,4 @@ class UpdaterCore:
     def _serves(self, generator: _Generator) -> bool:
         assert self._newest is not None
         version = generator.version
-        return version.timeline == self._newest.version.timeline and version.n >= 0
+        return version.timeline == self._newest.version.timeline and version.n >= 0 and not generator.resting

@@ -506,6 +506,10 @@ class WeightNotice(Struct, frozen=True, tag="weight_notice"):
     probe_ids: list[int]
 
 
+class RestNotice(Struct, frozen=True, tag="rest_notice"):
+    """Learner -> generator: leave the device, which the learner needs, until the next WeightNotice."""
+
+
 class WeightStatus(Struct, frozen=True, tag="weight_status"):
     """Generator -> learner, at every heartbeat and after each load (level-triggered)."""
 
@@ -516,7 +520,8 @@ class WeightStatus(Struct, frozen=True, tag="weight_status"):
     probe_ids: list[int] = []  # that the notice asked for; a newer version may have come with others
     probe_logp: list[float] = []  # log-probabilities of probe_ids[1:] under the loaded weights
     seconds: dict[str, float] = {}  # of the last load's phases: wait, pause, copy, load
-    loading: bool = False  # a load is under way: `version` is what the engine had before
+    loading: bool = False  # a load is under way, or the way to rest: `version` is what the engine had before
+    resting: bool = False  # the engine has left the device
     error: str = ""
 
 
@@ -537,7 +542,7 @@ RequestMessage = (
 ParsingMessage = ParserHello | ParseTurn | TurnParsed
 TeacherMessage = ScoreTokens | TokensScored
 BatchMessage = BatchRequest | BatchUnderway | Published | EvalRequest | SaveRequest | Journal | BatchPart
-WeightMessage = WeightNotice | WeightStatus
+WeightMessage = WeightNotice | RestNotice | WeightStatus
 ControlMessage = Register | Heartbeat | Metrics | Fatal | AlarmRaised | Done | PeerDied | PeerListens | Stop
 Message = (
     TicketMessage | RequestMessage | ParsingMessage | TeacherMessage | BatchMessage | WeightMessage | ControlMessage

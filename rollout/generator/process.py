@@ -7,6 +7,8 @@
 * Weights are loaded one version at a time, always the newest that was announced; versions between are skipped.
   Weights that do not arrive are an error that ends the process, not a slow decline of the reward.
 * A failure of the engine ends the process; its requests are then the proxy's to send again.
+* With `placement=alternate` it has the device from before the engine starts until the learner asks for it, and from
+  the next load on. In between the engine rests, which is no hang.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ import asyncio
 import time
 from collections.abc import Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 from msgspec.structs import replace
 
 from rl.config.failures import EngineDied
 from rl.observe.trace_events import EngineState, FirstToken, LoadBegan, LoadEnded, SamplingBegan, SamplingEnded
+from rl.weights.turns import POLL_S, Turns
 from rl.wire import messages
 from rl.wire.awake import AwakeLoop
 from rl.wire.messages import Message, ProtocolError, Version
@@ -36,6 +39,7 @@ from rollout.generator.starting import watched_start
 
 NOTHING_LOADED = Version(-1, -1)  # older than any gate
 STATE_S = 0.1  # the trace has the engine's state at most so often
+T = TypeVar("T")
 
 
 class GeneratorServer:
@@ -48,11 +52,12 @@ class GeneratorServer:
         self._gate: Gate[int] = Gate()  # request ids; answered ones are dropped lazily
         self._status = messages.WeightStatus(process.index, process.incarnation, NOTHING_LOADED)
         self._limits: EngineInfo | None = None  # once it has started
-        self._notice: messages.WeightNotice | None = None  # the newest
+        self._notice: messages.WeightNotice | messages.RestNotice | None = None  # the newest
         self._noticed = asyncio.Event()
 
         self._running = 0
         self._loading = False
+        self._turns = Turns(process.run, alone=False) if process.config.alternates else None
         self._loads = 0
         self._trace = process.trace.add
         self._next_state = 0.0  # when the trace may have the next one
@@ -97,8 +102,12 @@ class GeneratorServer:
             await self._engine.stop()
             for socket in (self._backend, self._notices, self._learner):
                 socket.close()
+            if self._turns is not None:
+                self._turns.close()
 
     async def _start(self) -> None:
+        while self._turns is not None and not self._turns.take():  # the supervisor watches the learner that has it
+            await asyncio.sleep(POLL_S)
         with watched_start(self._process):
             self._limits = await self._engine.start()
         self._spawn(self._engine.watch())
@@ -260,20 +269,52 @@ class GeneratorServer:
     def _from_learner(self, message: Message, peer: bytes) -> None:
         run = self._process.run
         run.names.sender(peer, "learner")
-        if not isinstance(message, messages.WeightNotice):
-            raise ProtocolError(f"{type(message).__name__} from the learner")
-        if not 0 <= message.version.n <= run.last_step:
-            raise ProtocolError(f"WeightNotice of version {message.version.n}, which this run never has")
+        match message:
+            case messages.RestNotice() if self._turns is not None:
+                pass
+            case messages.WeightNotice():
+                self._check_version(message.version)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} from the learner")
         self._notice = message
         self._noticed.set()
+
+    def _check_version(self, version: Version) -> None:
+        if not 0 <= version.n <= self._process.run.last_step:
+            raise ProtocolError(f"WeightNotice of version {version.n}, which this run never has")
 
     async def _follow_notices(self) -> None:
         while True:
             await self._noticed.wait()
             self._noticed.clear()
-            assert self._notice is not None
-            if self._notice.version > self.version:
-                await self._load(self._notice)
+            match self._notice:
+                case messages.RestNotice() if not self._status.resting:
+                    await self._rest()
+                case messages.WeightNotice() as notice if self._status.resting or notice.version > self.version:
+                    if self._turns is None or self._turns.take():
+                        await self._load(notice)
+                    else:  # the learner has the device again; it ends this wait, or says something newer
+                        await asyncio.sleep(POLL_S)
+                        self._noticed.set()
+
+    async def _rest(self) -> None:
+        """Leave the device, which the learner waits for."""
+        assert self._turns is not None
+        self._loading = True
+        self._process.busy = True
+        self._send_status()
+        try:
+            await self._while_it_advances(self._engine.rest())
+        except TimeoutError as error:
+            raise TimeoutError(f"generator {self._process.index} did not come to rest: {error}") from None
+        finally:
+            self._loading = False
+
+        self._count()
+        self._status = replace(self._status, resting=True)
+        self._turns.give()
+        self._send_status()
+        self._count()
 
     async def _load(self, notice: messages.WeightNotice) -> None:
         process = self._process
@@ -303,8 +344,11 @@ class GeneratorServer:
         self._release_held()
         self._count()
 
-    async def _while_it_advances(self, load: Coroutine[Any, Any, messages.WeightStatus]) -> messages.WeightStatus:
-        """What the load gives. Raises TimeoutError once it has stood still for `weights.deadline_s`."""
+    async def _while_it_advances(self, load: Coroutine[Any, Any, T]) -> T:
+        """What the load, or the way to rest, gives.
+
+        Raises TimeoutError once it has stood still for `weights.deadline_s`.
+        """
         config = self._process.config
         deadline_s = config.weights.deadline_s + config.timeouts.heartbeat_s  # a reader knows more, and speaks first
         if config.generator.on_update == "drain":
@@ -349,7 +393,9 @@ class GeneratorServer:
         """Close the books on the time until now, then change the number of running requests."""
         process = self._process
         now = time.monotonic()
-        if self._running:
+        if self._status.resting:
+            process.waits.add("learner", now - self._counted)
+        elif self._running:
             self._busy_s += now - self._counted
             process.waits.ended()
         else:
@@ -362,7 +408,7 @@ class GeneratorServer:
             held = len(self._jobs) - self._running
             self._trace(EngineState(self._running, held, self._tokens, self.version.n))
 
-        process.busy = self._running > 0 or self._loading
+        process.busy = (self._running > 0 and not self._status.resting) or self._loading
         process.stats = {
             "idle_s": process.waits.seconds.get("work", 0.0),
             "busy_s": self._busy_s,

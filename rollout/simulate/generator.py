@@ -45,7 +45,7 @@ class GeneratorEvents(Protocol):
     def generated(self, generator: SimulatedGenerator, key: int, tokens: int, reason: str, version: Version) -> None:
         """`version`: of the last token."""
 
-    def weights_loaded(self, generator: SimulatedGenerator, status: WeightStatus) -> None: ...
+    def weights_status(self, generator: SimulatedGenerator, status: WeightStatus) -> None: ...
 
 
 class SimulatedGenerator:
@@ -63,6 +63,7 @@ class SimulatedGenerator:
         self.incarnation = incarnation
         self.version = NOTHING_LOADED
         self.alive = True
+        self.resting = False
 
         self.busy_s = 0.0
         self.tokens = 0
@@ -123,21 +124,43 @@ class SimulatedGenerator:
 
         self._settle()
         machine = self._machine
-        self._model.stall(machine.load_s, recompute=machine.on_update == "recompute" and self.version.n >= 0)
+        recompute = self.resting or machine.on_update == "recompute"
+        if self.resting:
+            self._model.wake()
+            self.resting = False
+        self._model.stall(machine.load_s, recompute=recompute and self.version.n >= 0)
         self.version = version
 
         if machine.on_update != "keep":
-            self._cached.clear()
-            self._prompts.clear()
+            self._forget()
 
         self._schedule()
         self._clock.after(machine.load_s, self._loaded)
+
+    def rest(self) -> None:
+        """Decode nothing until the next load."""
+        if not self.alive:
+            return
+
+        self._settle()
+        self._model.stall(math.inf, recompute=False)
+        self._forget()
+        self.resting = True
+        self._tell()
+
+    def _forget(self) -> None:
+        self._cached.clear()
+        self._prompts.clear()
+
+    def _tell(self) -> None:
+        status = WeightStatus(self.index, self.incarnation, self.version, resting=self.resting)
+        self._listener.weights_status(self, status)
 
     def _loaded(self) -> None:
         if not self.alive:
             return
 
-        self._listener.weights_loaded(self, WeightStatus(self.index, self.incarnation, self.version))
+        self._tell()
         self._settle()
 
         for key in self._gate.release(self.version):

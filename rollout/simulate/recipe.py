@@ -168,6 +168,7 @@ def scenario_of(config: Config, measured: Measured) -> Scenario:
             prefill_tokens_per_s=_engine(config).prefill_tokens_per_s,
             load_s=measured.load_s,
             on_update="keep" if generator.on_update == "keep" else "recompute",
+            alternate=config.alternates,
         ),
         work=Work(
             length=measured.length,

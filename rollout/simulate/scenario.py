@@ -38,6 +38,8 @@ class Generators(Struct, frozen=True):
     on_update: Literal["recompute", "keep"] = "recompute"
     rolling: bool = True
     """One generator after the other is updated; False: all at once, as with alpha = 0."""
+    alternate: bool = False
+    """They rest while the learner trains."""
     mtbf_s: float = 0.0
     """Mean time between deaths of one generator; 0: none dies."""
     restart_s: float = 60.0

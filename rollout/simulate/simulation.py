@@ -15,7 +15,7 @@ import time
 from collections import deque
 from typing import Any
 
-from rl.weights.updater import Notify, UpdaterCore
+from rl.weights.updater import Notify, Rest, UpdaterCore
 from rl.wire.messages import Ticket, Usage, Version, WeightStatus
 from rollout.broker.actions import Action as BrokerAction
 from rollout.broker.actions import EmitBatch, EpisodeOutcome, Finished, IssueTicket, RevokeTickets, StopRun
@@ -69,6 +69,8 @@ class Simulation:
         """The requests by the proxy's key."""
         self._batches: deque[EmitBatch] = deque()
         self._training = False
+        self._next: EmitBatch | None = None
+        """The batch that is trained as soon as no engine has the device."""
         self._tick_at = math.inf
         self._serving: dict[int, SimulatedGenerator] = {}
         """Those that are up."""
@@ -253,10 +255,11 @@ class Simulation:
         now = self.clock.now
         version = Version(TIMELINE, n)
         self.record.published(n, self.generators, self.broker.ledger.generated)
-        self._weights(self.updater.publish(now, version, 0, [], []))
-        self._broker(self.broker.published(version, now))
-
         self._training = False
+        self._weights(self.updater.publish(now, version, 0, [], []))
+        if self.scenario.generators.alternate:
+            self._weights(self.updater.give(now))
+        self._broker(self.broker.published(version, now))
 
         if n == self.scenario.until:
             self.clock.over = True
@@ -274,6 +277,19 @@ class Simulation:
         if batch.step + 1 < self.scenario.broker.steps:
             self._broker(self.broker.batch_requested(batch.step + 1, self.clock.now))
 
+        self._next = batch
+        if self.scenario.generators.alternate:
+            self._weights(self.updater.take(self.clock.now))
+        self._step()
+
+    def _step(self) -> None:
+        """Train what waits, unless it waits for an engine to rest."""
+        batch = self._next
+        alternate = self.scenario.generators.alternate
+        if batch is None or (alternate and not all(each.resting for each in self._serving.values())):
+            return
+
+        self._next = None
         cost = self.scenario.training
         seconds = cost.seconds(batch)
         self.record.train_s += seconds
@@ -283,14 +299,22 @@ class Simulation:
         for action in actions:
             if isinstance(action, Notify):
                 generator = self.generators[action.generator]
-                self.clock.after(self.scenario.generators.copy_s, generator.load, action.notice.version)
+                self.clock.after(self.scenario.generators.copy_s, self._load, generator, action.notice.version)
+            elif isinstance(action, Rest):
+                self.clock.post(self.generators[action.generator].rest)
 
-    def weights_loaded(self, generator: SimulatedGenerator, status: WeightStatus) -> None:
-        """A load has ended: the updater rolls on, the proxy learns of the empty prefix cache."""
+    def _load(self, generator: SimulatedGenerator, version: Version) -> None:
+        """Unless it was told to rest meanwhile, which came later."""
+        if not (self._training and self.scenario.generators.alternate):
+            generator.load(version)
+
+    def weights_status(self, generator: SimulatedGenerator, status: WeightStatus) -> None:
+        """A load has ended, or a rest begins: the updater goes on, the proxy learns of the empty prefix cache."""
         now = self.clock.now
         self.clock.events += 1
         self._weights(self.updater.status(now, status))
         self._proxy(self.proxy.status(now, generator.index, generator.incarnation, {}, status.version))
+        self._step()
 
     # ------------------------------------------------------------ machines that come and go
 
@@ -337,6 +361,7 @@ class Simulation:
         self._proxy(self.proxy.generator_died(now, index, generator.incarnation))
         self._weights(self.updater.peer_died(now, index, generator.incarnation))
         self.record.retire(generator)
+        self._step()
 
         self.generators[index] = self._new_generator(index, generator.incarnation + 1)
         self.clock.after(self.scenario.generators.restart_s, self._generator_up, self.generators[index])

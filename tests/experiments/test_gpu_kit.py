@@ -45,7 +45,11 @@ def test_the_fast_parts_on_a_cpu(tmp_path: Path) -> None:
         assert models[name]["gradients_s"] > 0 and models[name]["optimizer_s"] > 0
     assert models["tiny, LoRA"]["promised_host_gib"] < models["tiny, in full"]["promised_host_gib"]
     assert told(tmp_path, "memory")["unrun"] == "torch does not count the bytes of a CPU"
-    assert told(tmp_path, "one_gpu")["unrun"] == "a CPU has no GPU to share"
+    turns = told(tmp_path, "one_gpu")
+    assert turns["alternate: exit_code"] == 0 and turns["alternate: seconds"] > 0
+    assert turns["alternate: summary"]["steps"] == 1 and not any(key.startswith("shared") for key in turns)
+    (trained,) = (row for row in turns["alternate: metrics"] if "time/train" in row)
+    assert trained["time/take_device"] > 0 and trained["time/give_device"] > 0
     assert all((tmp_path / f"{name}.log").exists() for name in parts)
 
 

@@ -362,6 +362,13 @@ def test_parameters_are_those_of_the_published_models() -> None:
     [
         ("nccl", [], 1, "NCCL refuses an engine and a learner on one GPU; set weights.transport=auto"),
         ("nccl", ["placement=shared"], 2, "NCCL refuses an engine and a learner on one GPU"),
+        ("nccl", ["placement=alternate"], 2, "NCCL refuses an engine and a learner on one GPU"),
+        (
+            "ipc",
+            ["placement=alternate"],
+            2,
+            "its blocks stay on the GPU in the engine's turn; set weights.transport=auto",
+        ),
         ("nccl", ["steps=0"], 2, "steps=0 leaves a learner none"),
         ("nccl", ["placement=apart", "network.transport=tcp"], 2, "meet at a file, and network.transport=tcp has none"),
         ("nccl", ["placement=apart"], 2, ""),

@@ -91,7 +91,8 @@ def test_versions_that_stand_on_a_shared_gpu_are_in_the_learners_share() -> None
 
 
 def test_the_page_says_what_the_estimate_says() -> None:
-    assert fits.table() in (EXPERIMENTS.parent / "docs" / "gpu.md").read_text()
+    page = (EXPERIMENTS.parent / "docs" / "gpu.md").read_text()
+    assert all(table in page for table in (fits.table(), fits.table(*fits.ON_HOST), fits.turns()))
     assert fits.shape("8B").trained == pytest.approx(8.19e9, rel=0.01)
 
 
@@ -103,6 +104,69 @@ def test_a_share_of_the_users_own_is_kept() -> None:
     greedy = config("math_1gpu", "generator.options.gpu_memory_utilization=0.9")
     with pytest.raises(ConfigError, match=r"learner's share of a GPU: .* shared with an engine, which leaves 2\.4 GiB"):
         check_memory(estimate(greedy, "cuda", HALF_B, on(1, 23.8)), on(1, 23.8))
+
+
+def gpu_needs(*overrides: str, model: ModelShape = HALF_B, gib: float = 80) -> tuple[Any, Any]:
+    """Of an engine and of a learner that take turns on one GPU."""
+    needs = estimate(config("math_1gpu", "placement=alternate", *overrides), "cuda", model, on(1, gib))
+    engine, learner = (need for need in needs if need.where == "gpu")
+    return engine, learner
+
+
+def test_by_turns_each_has_the_gpu_but_for_what_the_other_keeps() -> None:
+    assert where("math_8gpu", 2, "generator.count=1", "learner.ranks=1", "placement=alternate") == {
+        "generator.0": ("0",),
+        "learner.0": ("0",),
+    }
+    engine, learner = gpu_needs()
+    assert 0.98 < engine.share < 0.99 and 0.97 / 1.05 < learner.share < 0.99 / 1.05
+    assert 0 <= engine.left(80 * GIB) < 1 << 20
+    assert "an engine keeps 1.5 GiB, and a learner 1.0 GiB" in engine.remarks[0]
+
+    # What is trained is moved, unless it is on the host already: then the weights stay.
+    kept, _ = gpu_needs("learner.optimizer_states=host")
+    assert (1 - kept.share) * 80 * GIB == pytest.approx(1.05 * (2 * HALF_B.trained + GIB), rel=0.05)
+
+
+def test_by_turns_4b_trains_in_full_on_a_gpu_of_80_gb() -> None:
+    model = fits.shape("4B")
+    gpu = on(1, 79.2)
+    needs = {
+        way: estimate(config("math_1gpu", f"placement={way}"), "cuda", model, gpu) for way in ("shared", "alternate")
+    }
+    check_memory(needs["alternate"], gpu)
+    with pytest.raises(ConfigError, match=r"a GPU has 79\.2 GiB, shared with a learner.*, placement=alternate"):
+        check_memory(needs["shared"], gpu)
+
+    hosts = {way: sum(need.count * need.each for need in each if need.where == "host") for way, each in needs.items()}
+    moved = hosts["alternate"] - hosts["shared"]
+    assert moved == pytest.approx(1.5 * 12 * model.trained, rel=0.01), "weights and moments, rounded up by page-locking"
+
+
+def test_by_turns_adapters_stay_with_their_weights_on_the_host_of_a_sleeping_engine() -> None:
+    lora = ("model.lora={rank: 8, serve: adapter}", "generator.options={}")
+    given = config("math_1gpu", "placement=alternate", *lora)
+    needs = estimate(given, "cuda", HALF_B, on(1))
+    (generator,) = [need for need in needs if need.what == "generator"]
+    assert generator.parts["weights while it sleeps"] > 2 * HALF_B.trained
+
+
+def test_by_turns_a_share_of_the_users_own_leaves_room_for_a_learner_at_rest() -> None:
+    engine, _ = gpu_needs("generator.options.gpu_memory_utilization=0.5")
+    assert engine.share == 0.5
+    with pytest.raises(
+        ConfigError, match=r"gpu_memory_utilization=0\.999: .* a learner at rest keeps 1\.0 GiB .*at most 0\.98"
+    ):
+        gpu_needs("generator.options.gpu_memory_utilization=0.999")
+
+
+def test_turns_are_of_one_machine_and_of_runs_that_train() -> None:
+    network = ("network.transport=tcp", "network.host=10.0.0.1")
+    with pytest.raises(ConfigError, match=r"placement=alternate: .* a lock of one machine, and cluster.nodes=2; set"):
+        config("math_8gpu", "placement=alternate", "cluster.nodes=2", *network)
+    assert config("math_8gpu", "placement=alternate").alternates
+    assert not config("math_8gpu", "placement=alternate", "steps=0").alternates
+    assert not config("math_8gpu", "placement=shared").alternates
 
 
 @pytest.mark.parametrize(("beside", "told"), [((0.4, 123_456_789), (0.4, 123_456_789)), (None, (0.9, None))])
@@ -119,6 +183,12 @@ def test_the_engine_is_told_its_share_and_its_cache(
         ("math_1gpu", ["--gpus", "1x24"], 0, r"learner \(cuda:0\), 1 × generator \(cuda:0\)"),
         ("math_2gpu", ["--gpus", "2x48"], 0, r"learner \(cuda:1\), 1 × generator \(cuda:0\)"),
         ("alfworld_1gpu", ["--gpus", "1x80"], 0, "1 GPU of 79.2 GiB"),
+        (
+            "math_1gpu",
+            ["--gpus", "1x24", "placement=alternate"],
+            0,
+            "they take turns: meanwhile an engine keeps 1.5 GiB",
+        ),
         ("math_2gpu", ["--gpus", "1x80"], 2, "needs 2 GPUs, --gpus 1x80 shows 1; set placement=shared"),
         ("math_1gpu", ["--gpus", "1x8"], 2, r"learner.ranks: 1 × learner's share of a GPU: .* a GPU has 7\.\d GiB"),
         ("math_1gpu", ["--gpus", "1"], 2, "placement=shared: --gpus 1 does not say how much memory a GPU has"),

@@ -99,4 +99,10 @@ class Engine(Protocol):
         Answers what the learner is told: the version loaded, its checksum and probe, and the seconds it took.
         """
 
+    async def rest(self) -> None:
+        """Leave the device to the learner: no step, and no memory that can be let go of, until the next load has ended.
+
+        It begins as a load does, as `on_update` says. Requests stay, and new ones wait.
+        """
+
     async def stop(self) -> None: ...

@@ -71,6 +71,7 @@ class SimulatedEngine:
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
+        self._resting = False
 
     async def start(self) -> EngineInfo:
         if self._receiver is None:
@@ -118,6 +119,14 @@ class SimulatedEngine:
             self._model.remove(job.key)
             self._finish(job, "abort")
 
+    async def rest(self) -> None:
+        if self._config.on_update == "drain":
+            await self._drain()
+        self._advance()
+        self._model.stall(math.inf, recompute=False)
+        self._cached.clear()
+        self._resting = True
+
     def loaded(self) -> int:
         return self._loaded + (self._receiver.progress if self._receiver else 0)
 
@@ -127,13 +136,17 @@ class SimulatedEngine:
         copied = time.monotonic()
 
         on_update = self._config.on_update
-        if on_update == "drain":
+        if on_update == "drain" and not self._resting:
             await self._drain()
         self._advance()
 
+        if self._resting:
+            self._model.wake()
+
         paused = time.monotonic()
         load_s = self._options.load_s
-        self._model.stall(load_s, recompute=on_update in ("recompute", "drain"))
+        self._model.stall(load_s, recompute=self._resting or on_update in ("recompute", "drain"))
+        self._resting = False
         self._version = loaded
         if on_update != "keep":
             self._cached.clear()

@@ -135,6 +135,10 @@ class BatchModel:
             seconds += self._timing.prefill_s(sum(each.prompt_len + self._tokens(each) for each in running))
         self._stall_s += seconds
 
+    def wake(self) -> None:
+        """End the stall, however long it was to be."""
+        self._stall_s = 0.0
+
     def tokens(self, key: int) -> int:
         """Tokens that this unfinished sequence has so far."""
         return self._tokens(self._sequences[key])

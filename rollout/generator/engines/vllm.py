@@ -77,7 +77,9 @@ class VllmEngine:
         self.on_update = self._config.generator.on_update  # may be changed between two loads
         self._loading = asyncio.Lock()
         self._knows_texts = False
+
         self._open = False  # false while weights are exchanged: new requests wait at their gates
+        self._resting = False
         self._core: Core
 
     async def start(self) -> EngineInfo:
@@ -215,6 +217,14 @@ class VllmEngine:
         self._salts.use(running.request.session, salt)
         return salt
 
+    async def rest(self) -> None:
+        async with self._loading, self._death_explained():
+            self._open = False
+            await self._pause()
+            await self._core.sleep()
+            await self._core.rpc("turn", False)
+            self._resting = True
+
     def loaded(self) -> int:
         return int(self._progress.sum())
 
@@ -224,7 +234,11 @@ class VllmEngine:
             fetched = await self._fetch(version)
             self._open = False
             begin = time.monotonic()
-            await self._pause()
+            if self._resting:
+                await self._core.rpc("turn", True)
+                await self._core.wake(resume=False)
+            else:
+                await self._pause()
 
             load_s = 0.0
             while True:
@@ -238,7 +252,11 @@ class VllmEngine:
             told = asyncio.create_task(self._core.set_version(_label(self._version)))
             probe = asyncio.create_task(self._probe(probe_ids))
             await asyncio.sleep(0)  # both are queued, in this order, before anything resumes
-            await self._core.resume()
+            if self._resting:
+                await self._core.wake(resume=True)
+                self._resting = False
+            else:
+                await self._core.resume()
             await told
 
             self._open = True

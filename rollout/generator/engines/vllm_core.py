@@ -59,6 +59,12 @@ class Core(Protocol):
 
     async def resume(self) -> None: ...
 
+    async def sleep(self) -> None:
+        """Let go of the device's memory, as far as that is possible there; call it while paused. Caches are lost."""
+
+    async def wake(self, *, resume: bool) -> None:
+        """Have memory for the weights again; with `resume`, after that, for the cache as well, and go on."""
+
     async def set_version(self, label: str) -> None:
         """What the tokens of later steps are stamped with; call it while paused."""
 

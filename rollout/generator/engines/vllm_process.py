@@ -108,6 +108,19 @@ class OwnProcess:
     async def resume(self) -> None:
         await self._llm.resume_generation()
 
+    async def sleep(self) -> None:
+        if not self._arguments.enable_sleep_mode:
+            await self.pause("keep", clear_cache=True)
+            return
+        # The next load replaces all weights, unless adapters stand on those of the files: these go to the host.
+        await self._llm.sleep(2 if self._adapter is None else 1, mode="keep")
+
+    async def wake(self, *, resume: bool) -> None:
+        if self._arguments.enable_sleep_mode:
+            await self._llm.wake_up(["kv_cache" if resume else "weights"])  # the last one resumes by itself
+        elif resume:
+            await self.resume()
+
     async def set_version(self, label: str) -> None:
         await self._llm.update_weight_version(label)
 

@@ -87,6 +87,7 @@ def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
         kv_cache_memory_bytes=cache,
         block_size=options.kv_block or (_CPU_BLOCK if on_cpu else None),
         enforce_eager=options.enforce_eager or on_cpu,
+        enable_sleep_mode=context.run.config.alternates and not on_cpu,
         logprobs_mode="processed_logprobs",
         max_logprobs=1,
         seed=(context.run.config.seed * 1009 + context.index) % (1 << 31),

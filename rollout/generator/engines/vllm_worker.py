@@ -34,6 +34,7 @@ import torch
 
 from rl.config.lora import served_adapter
 from rl.weights import make_receiver
+from rl.weights.turns import Turns
 from rl.wire.messages import Version
 from rl.wire.run import RunFile
 from rollout.generator.engines.cpu import experts, unpacked
@@ -61,6 +62,16 @@ class LoadsWeights:
         self._weights_adapter = served_adapter(run.config.model)
         self._weights_progress = np.memmap(progress, np.uint64, "r+")
         self._weights_loaded_bytes = 0
+        self._turns = Turns(run, alone=False) if run.config.alternates else None
+        self.turn(True)
+
+    def turn(self, begins: bool) -> None:
+        """Whether the device is this process's, which may outlive the generator by a moment. The generator has it as
+        well, so there is no wait."""
+        if self._turns is not None and begins:
+            self._turns.take()
+        elif self._turns is not None:
+            self._turns.give()
 
     def routing_open(self, dtype: str) -> None:
         """Keep the experts that each token is routed to, from now on; on a CPU."""

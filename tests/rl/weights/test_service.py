@@ -11,7 +11,7 @@ import zmq
 from experiments.bench._inbox import receive
 from rl.weights.channel import WeightsError
 from rl.weights.service import UpdaterService
-from rl.wire.messages import AlarmRaised, Fatal, Message, PeerDied, Version, WeightNotice, WeightStatus
+from rl.wire.messages import AlarmRaised, Fatal, Message, PeerDied, RestNotice, Version, WeightNotice, WeightStatus
 from rl.wire.process import Process
 from rl.wire.run import ProcessContext, RunFile
 from rl.wire.sockets import identity, open_socket, send
@@ -125,6 +125,25 @@ def test_a_death_frees_the_roll_and_other_roles_do_not(stage: Callable[..., Stag
     # The connection to the dead one is still there, as when its end has not been noticed yet.
     reborn = scene.generator(0, incarnation=1)
     assert reborn.told() == 1 and first.told(0.0) is None
+
+
+def test_who_rests_for_the_learner_is_told_and_woken(stage: Callable[..., Stage]) -> None:
+    scene = stage()
+    generator = scene.generator(0)
+    scene.service.publish(Version(0, 0), 7, [], [])
+    assert generator.told() == 0
+    generator.beat(Version(0, 0), checksum=7)
+    scene.until(lambda: scene.service.stats()["count"] == 1)
+
+    scene.service.take()
+    assert generator.notices.poll(5000) and receive(generator.notices) == RestNotice()
+    scene.until(lambda: scene.service.late == [0])
+    generator.beat(Version(0, 0), checksum=7, resting=True)
+    scene.until(lambda: scene.service.late == [])
+    scene.service.publish(Version(0, 1), 8, [], [])
+    assert generator.told(0.2) is None
+    scene.service.give()
+    assert generator.told() == 1
 
 
 def test_a_mismatch_reaches_the_main_thread_and_the_supervisor(stage: Callable[..., Stage]) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from rl.weights import make_sender
 from rl.weights.channel import Entry, Placement, Sender
 from rl.weights.host import layout
 from rl.weights.host.shm import ShmSender
+from rl.weights.turns import Turns
 from rl.wire.messages import Version, WeightStatus
 from rl.wire.run import ProcessContext
 from rollout.generator.engines import vllm_worker
@@ -53,6 +55,12 @@ class Core:
 
     async def resume(self) -> None:
         self.events.append("resume")
+
+    async def sleep(self) -> None:
+        self.events.append("sleep")
+
+    async def wake(self, *, resume: bool) -> None:
+        self.events.append("wake and resume" if resume else "wake")
 
     async def set_version(self, label: str) -> None:
         self.events.append(f"version {label}")
@@ -92,6 +100,12 @@ def publish(sender: Sender, n: int) -> int | None:
 
 
 async def loaded(sender: Sender, events: list[str], version: Version) -> WeightStatus:
+    async with opened(sender, events) as engine:
+        return await asyncio.wait_for(engine.load(version, []), 60)
+
+
+@asynccontextmanager
+async def opened(sender: Sender, events: list[str]) -> AsyncIterator[VllmEngine]:
     engine = VllmEngine(ProcessContext(sender.run, 0, 0))
     core: Any = Core(events)
     engine._core = core
@@ -99,7 +113,7 @@ async def loaded(sender: Sender, events: list[str], version: Version) -> WeightS
     engine._progress = np.memmap(file, np.uint64, "w+", shape=(RANKS,))
     await core.rpc("weights_open", str(sender.run.folder), 0, 0, False, str(file))
     try:
-        return await asyncio.wait_for(engine.load(version, []), 60)
+        yield engine
     finally:
         await core.rpc("weights_close")
 
@@ -159,3 +173,35 @@ def test_ranks_that_took_other_versions_agree_before_the_pause(sender: Sender, e
         status = asyncio.run(loaded(sender, events, FIRST))
     assert status.version == Version(0, 1)
     assert [event for event in events if event != "hashed"] == ["pause", "load", "version 0.1", "resume"]
+
+
+def test_a_load_ends_a_rest_and_has_the_device_before_it_wakes(
+    make_run: MakeRun, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache comes last, and with it the requests: after the weights, and the version that they are stamped with."""
+    run = make_run(
+        "placement=alternate", "weights.transport=shm", "weights.slots=4", f"generator.tensor_parallel={RANKS}"
+    )
+    sender = make_sender(run, 0, ENTRIES)
+    sender.open()
+    learner = Turns(run, alone=True)
+
+    async def main() -> None:
+        publish(sender, 0)
+        async with opened(sender, events) as engine:
+            await engine.load(FIRST, [])
+            events.clear()
+            assert not learner.take()
+            await engine.rest()
+            assert events == ["pause", "sleep"] and learner.take()
+            learner.give()
+
+            publish(sender, 1)
+            await asyncio.wait_for(engine.load(Version(0, 1), []), 60)
+            woken = [event for event in events[2:] if event != "hashed"]
+            assert woken == ["wake", "load", "version 0.1", "wake and resume"]
+            assert not learner.take()
+
+    asyncio.run(main())
+    learner.close()
+    sender.close()

@@ -133,6 +133,59 @@ def test_storms_of_failures_break_no_rule(storm: Scenario, seed: int, alpha: flo
     assert (result.report["hedged"] > 0) == (storm is GUARDED)
 
 
+class Turns(Simulation):
+    """Looks at what engines sample in the learner's turns."""
+
+    turns = 0
+
+    def _step(self) -> None:
+        before = self._next
+        super()._step()
+        if before is not None and self._next is None:
+            self._sampled = self._by_engine()
+
+    def _publish(self, n: int) -> None:
+        if self._training:
+            self.turns += 1
+            now = self._by_engine()
+            assert all(now[each] == count for each, count in self._sampled.items() if each in now)
+        super()._publish(n)
+
+    def _by_engine(self) -> dict[tuple[int, int], int]:
+        return {
+            (each.index, each.incarnation): each.tokens + sum(each.running().values())
+            for each in self._serving.values()
+        }
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_storms_by_turns_break_no_rule_and_no_turn(seed: int, alpha: float) -> None:
+    scenario = replace(STORM.with_broker(alpha=alpha, seed=seed).with_generators(alternate=True), seed=seed)
+    simulation = Turns(replace(scenario, training=TrainingCost(step_s=20.0)))
+    result = simulation.run()
+    simulation.broker.ledger.check()
+    assert simulation.turns == result.report["steps"] == scenario.broker.steps
+    assert result.report["freshness_violations"] == 0 and result.report["ledger"]["tokens"]["lost"] > 0
+
+
+@pytest.mark.parametrize(("alpha", "batches"), [(0.0, 1), (1.0, 2)])
+def test_by_turns_training_and_generation_add_up(alpha: float, batches: int) -> None:
+    """Equal responses of 50 tokens: a step is the learner's time and its share of the engines', which make as many
+    batches in a turn as alpha allows."""
+    engine = Generators(count=2, decode_base_s=0.02, prefill_tokens_per_s=1e9, alternate=True)
+    scenario = Scenario(
+        broker=BROKER.changed(alpha=alpha, steps=20),
+        generators=engine,
+        work=Work(length=Constant(50)),
+        training=TrainingCost(step_s=3.0),
+    )
+    by_turns = Simulation(scenario).run().step_s
+    assert by_turns == pytest.approx(49 * 0.02 / batches + 3.0, rel=0.02)
+    apart = Simulation(scenario.with_generators(alternate=False)).run().step_s
+    assert apart == pytest.approx(3.0 if alpha else by_turns, rel=0.02)
+
+
 def test_the_death_of_a_server_takes_its_episodes_with_it_and_nothing_else() -> None:
     """The only failures are servers' deaths: no step fails, no generator dies. The episodes are done again."""
     work = Work(length=LogNormal(200, 1.0), turns=Constant(3), step_s=Gaussian(2, 1))

@@ -127,6 +127,13 @@ class OwnThread:
     async def resume(self) -> None:
         await self._call(self._core.resume_scheduler)
 
+    async def sleep(self) -> None:
+        await self.pause("keep", clear_cache=True)
+
+    async def wake(self, *, resume: bool) -> None:
+        if resume:
+            await self.resume()
+
     async def set_version(self, label: str) -> None:
         await self._call(lambda: self._core.set_weight_version(label))
 

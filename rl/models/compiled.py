@@ -21,17 +21,30 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
-    """A function of a module, which is compiled at its first call."""
+    """A function that stands in a module; it is compiled at its first call."""
     return cast(F, _made(function, BACKEND))
 
 
-def compile_layers(decoder: Any, apart: Collection[nn.Module]) -> None:
+def left_alone(function: F) -> F:
+    """Compiled code calls this function as it is."""
+    return cast(F, torch.compiler.disable(function))
+
+
+def asked_once(function: F) -> F:
+    """Compiled code keeps the answer of this function."""
+    return cast(F, torch.compiler.assume_constant_result(function))
+
+
+def compile_layers(decoder: Any, apart: Collection[nn.Module] = ()) -> None:
     """Every layer's forward is compiled; what hooks do around it, as gathering its weights, is not.
 
-    apart: parts of layers that stay as they are, as experts, whose products depend on what a router chose.
+    apart: parts of layers that stay as they are, as experts, whose products depend on what a router chose. Raises
+    ValueError where torch is told to compile nothing.
     """
+    if torch._dynamo.config.disable:
+        raise ValueError("learner.compile=true, but TORCHDYNAMO_DISABLE is set, so torch compiles nothing: unset one")
     for each in apart:
-        each.forward = torch.compiler.disable(each.forward)
+        each.forward = left_alone(each.forward)
     for layer in decoder.layers:
         layer.forward = _compile(layer.forward, BACKEND)
 

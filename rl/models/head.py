@@ -90,11 +90,14 @@ class _ChunkedHead(torch.autograd.Function):
 
         for part in _chunks(len(hidden), ctx.chunk):
             rows = _operand(hidden[part], math)
-            logits = _product(rows, operand.T, math) if kept is None else None
-            known = (logits, lse[part], None if ctx.compile else logits) if kept is None else (kept[part], None, None)
+            values = _product(rows, operand.T, math) if kept is None else kept[part]
+            norm = lse[part] if kept is None else None
+            room = None if ctx.compile else values
             bonus = None if entropy is None else (entropy[part], grad_entropy[part])
 
-            grad, chosen = slope(*known, targets[part], ctx.temperature, grad_logp[part], bonus, operand.dtype)
+            grad, chosen = slope(
+                values, norm, room, targets[part], ctx.temperature, grad_logp[part], bonus, operand.dtype
+            )
             grad.scatter_(-1, targets[part, None], chosen)
             if grad_hidden is not None:
                 grad_hidden[part] = _product(grad, operand, math).to(hidden.dtype)

@@ -18,6 +18,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.utils.import_utils import is_flash_attn_2_available
 
+from rl.models.compiled import asked_once, left_alone
 from rl.models.layout import Run, Spans
 from rl.models.team import Team
 
@@ -104,7 +105,7 @@ def _varlen_takes() -> frozenset[str]:
     return frozenset(inspect.signature(varlen_attn).parameters)
 
 
-@torch.compiler.assume_constant_result  # of compiled layers, which could not ask
+@asked_once
 def has_varlen(taking: str = "query") -> bool:
     """Whether this torch has the kernel, and it takes what is called so."""
     return taking in _varlen_takes()
@@ -122,7 +123,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Spans, scaling: float | N
     return found
 
 
-@torch.compiler.disable
+@left_alone
 def _flash(q: Tensor, k: Tensor, v: Tensor, segments: Spans, scaling: float | None, window: int | None) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
@@ -138,7 +139,7 @@ def _before(window: int | None) -> tuple[int, int]:
     return (-1 if window is None else window - 1, 0)
 
 
-@torch.compiler.disable  # its calls depend on the lengths in a pack
+@left_alone  # its calls depend on the lengths in a pack
 def _by_shape(q: Tensor, k: Tensor, v: Tensor, segments: Spans, scaling: float | None, window: int | None) -> Tensor:
     """A call for each run of segments; one split of each tensor, because a slice's backward writes all of it."""
     queries = [run.length * run.count for run in segments.runs]

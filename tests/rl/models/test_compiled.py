@@ -131,6 +131,12 @@ def with_compiling(options: ModelOptions) -> ModelOptions:
     return replace(options, compile=True)
 
 
+def test_it_is_refused_where_torch_compiles_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+    with pytest.raises(ValueError, match=r"learner\.compile=true, but TORCHDYNAMO_DISABLE is set"):
+        Policy.load(folder, options=ModelOptions(compile=True))
+
+
 def test_a_critic(folder: Path) -> None:
     plain, made = (Critic.load(folder, options=ModelOptions(compile=each)) for each in (False, True))
     for model in (plain, made):

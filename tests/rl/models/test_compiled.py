@@ -5,6 +5,7 @@ Most tests trace without making code (`aot_eager`): what is traced, how often, a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -197,11 +198,14 @@ def varlen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forward_of_segments(
-    query: Tensor, key: Tensor, value: Tensor, query_bounds: Tensor, key_bounds: Tensor, *others: Any, **more: Any
+    query: Tensor, key: Tensor, value: Tensor, query_bounds: Tensor, key_bounds: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = attended(query, key, value, query_bounds, key_bounds, more.get("scale", scale_of(others)))
-    lse = torch.zeros(query.shape[1], query.shape[0])
-    return found, lse, torch.zeros(2, dtype=torch.uint64)
+    """others: two lengths, causal, scale, and what is not asked for here."""
+    found = torch.empty_like(query)
+    for own, seen in segments(query_bounds, key_bounds):
+        odds, _ = odds_of(query[own], key[seen], others[3])
+        found[own] = torch.einsum("hqk,khd->qhd", odds, spread(value[seen], query))
+    return found, torch.zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
 
 
 def backward_of_segments(
@@ -220,30 +224,37 @@ def backward_of_segments(
     scale: float | None = None,
     window_size: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.enable_grad():
-        own = [each.detach().requires_grad_() for each in (query, key, value)]
-        again = attended(own[0], own[1], own[2], query_bounds, key_bounds, scale)
-        dq, dk, dv = torch.autograd.grad(again, own, grad)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    dq, dk, dv = (torch.empty_like(each) for each in (query, key, value))
+    for own, seen in segments(query_bounds, key_bounds):
+        odds, factor = odds_of(query[own], key[seen], scale)
+        of_odds = torch.einsum("qhd,khd->hqk", grad[own], spread(value[seen], query))
+        of_scores = odds * (of_odds - (odds * of_odds).sum(-1, keepdim=True)) * factor
+        dq[own] = torch.einsum("hqk,khd->qhd", of_scores, spread(key[seen], query))
+        dk[seen] = gathered(torch.einsum("hqk,qhd->khd", of_scores, query[own]), key)
+        dv[seen] = gathered(torch.einsum("hqk,qhd->khd", odds, grad[own]), key)
+    return dq, dk, dv
 
 
-def scale_of(others: tuple[Any, ...]) -> float | None:
-    """Of the operation's positional arguments behind the bounds: two lengths, causal, scale."""
-    return others[3] if len(others) > 3 else None
+def segments(queries: Tensor, keys: Tensor) -> list[tuple[slice, slice]]:
+    ends = [list(itertools.starmap(slice, itertools.pairwise(each.tolist()))) for each in (queries, keys)]
+    return list(zip(*ends, strict=True))
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, scale: float | None) -> Tensor:
-    """Segment by segment, the last query sees the last key."""
-    parts = []
-    bounds = zip(queries.tolist(), queries[1:].tolist(), keys.tolist(), keys[1:].tolist(), strict=False)
-    for first, end, first_key, end_key in bounds:
-        own = [each.transpose(0, 1)[None] for each in (q[first:end], k[first_key:end_key], v[first_key:end_key])]
-        seen = torch.ones(end - first, end_key - first_key, dtype=torch.bool).tril(end_key - first_key - end + first)
-        part = torch.nn.functional.scaled_dot_product_attention(
-            *own, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        parts.append(part[0].transpose(0, 1))
-    return torch.cat(parts).contiguous()
+def odds_of(q: Tensor, k: Tensor, scale: float | None) -> tuple[Tensor, float]:
+    """(heads, queries, keys) of one segment, whose last query sees the last key; the factor of its scores."""
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.einsum("qhd,khd->hqk", q, spread(k, q)) * factor
+    seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1), factor
+
+
+def spread(each: Tensor, query: Tensor) -> Tensor:
+    """Keys or values with as many heads as queries."""
+    return each.repeat_interleave(query.shape[1] // each.shape[1], 1)
+
+
+def gathered(each: Tensor, key: Tensor) -> Tensor:
+    return each.unflatten(1, (key.shape[1], -1)).sum(2)
 
 
 @pytest.mark.usefixtures("varlen")

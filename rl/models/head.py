@@ -36,6 +36,7 @@ def token_logprobs(
 
     hidden (T, H), weight (V, H), targets (T,) int64; T may be 0. The entropy carries a gradient only when
     `entropy_gradient` is set (an entropy bonus needs it; it costs one more pass over the chunk in backward).
+
     compile: what is done with logits is compiled, which reads them twice in forward and once in backward.
     """
     apply: Callable[..., tuple[Tensor, Tensor]] = _ChunkedHead.apply

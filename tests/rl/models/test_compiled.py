@@ -47,11 +47,11 @@ OPTIONS = {
 @pytest.fixture(autouse=True)
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
     torch._dynamo.reset()
     counters.clear()
-    yield
+    with torch._dynamo.config.patch(disable=False):
+        yield
     torch._dynamo.reset()
 
 
@@ -132,9 +132,11 @@ def with_compiling(options: ModelOptions) -> ModelOptions:
     return replace(options, compile=True)
 
 
-def test_it_is_refused_where_torch_compiles_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
-    with pytest.raises(ValueError, match=r"learner\.compile=true, but TORCHDYNAMO_DISABLE is set"):
+def test_it_is_refused_where_torch_compiles_nothing(folder: Path) -> None:
+    with (
+        torch._dynamo.config.patch(disable=True),
+        pytest.raises(ValueError, match=r"learner\.compile=true, but TORCHDYNAMO_DISABLE is set"),
+    ):
         Policy.load(folder, options=ModelOptions(compile=True))
 
 

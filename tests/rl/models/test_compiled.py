@@ -24,7 +24,10 @@ from rl.models.head import token_logprobs
 from rl.models.packing import Pack, dummy_pack, make_packs
 from rl.models.policy import Critic, PackedModel, Policy
 from rl.models.protocol import ModelOptions
+from rl.models.team import make_team
+from rl.store.made_once import cache_folder
 from rl.wire.columns import COLUMNS, ROUTED_EXPERTS, routed_experts
+from tests.rl.learner.ranks import process_group, results_of_ranks
 from tests.rl.learner.tiny_policies import group_batch_part, save_tiny
 from tests.rl.models.tiny_families import SHAPES, save_family
 
@@ -48,6 +51,7 @@ OPTIONS = {
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
     torch._dynamo.reset()
     counters.clear()
     with torch._dynamo.config.patch(disable=False):
@@ -81,12 +85,12 @@ def breaks() -> int:
     return sum(counters["graph_break"].values())
 
 
-def computed(model: PackedModel, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the model says of a pack, and the gradient of a sum of it."""
+def computed(model: PackedModel, pack: Pack, share: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the model says of a pack, and the gradient of a sum of it, times `share`."""
     model.zero_grad(set_to_none=True)
     found = model(pack)
     values: Tensor = found if isinstance(found, Tensor) else found.logp
-    (values * torch.cos(pack.token_ids)).sum().backward()
+    (values * torch.cos(pack.token_ids) * share).sum().backward()
     gradients = {name: each.grad for name, each in model.trainable()}
     return values.detach(), {name: local(grad) for name, grad in gradients.items() if grad is not None}
 
@@ -138,6 +142,30 @@ def test_it_is_refused_where_torch_compiles_nothing(folder: Path) -> None:
         pytest.raises(ValueError, match=r"learner\.compile=true, but TORCHDYNAMO_DISABLE is set"),
     ):
         Policy.load(folder, options=ModelOptions(compile=True))
+
+
+def rank_main(rank: int, folder: str) -> None:
+    """Of the first pack: by ranks that compute it twice and are averaged, and by a team, whose gradients add up."""
+    torch.set_num_threads(1)
+    compiled.BACKEND = "aot_eager"
+    with process_group(folder, rank, 2) as mesh:
+        results = {}
+        for name, team in (("sharded", None), ("team", make_team("cpu", 2))):
+            options = ModelOptions(activation_checkpointing=True, compile=True, team=team)
+            policy = Policy.load(folder, mesh, options=options)
+            results[name] = computed(policy, packs()[0], 1.0 if team is None else 2.0)
+        torch.save(results | {"graphs": graphs()}, f"{folder}/rank{rank}.pt")
+
+
+def test_two_ranks_and_a_team(tmp_path: Path) -> None:
+    expected, gradients = computed(Policy.load(save_tiny(tmp_path, tied=False)), packs()[0])
+    for told in results_of_ranks(rank_main, tmp_path, 2):
+        assert told["graphs"] > 0
+        for values, found in (told["sharded"], told["team"]):
+            torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
+            scale = max(float(each.abs().max()) for each in gradients.values())
+            for name, each in gradients.items():
+                torch.testing.assert_close(found[name], each, rtol=0, atol=1e-5 * scale, msg=name)
 
 
 def test_a_critic(folder: Path) -> None:

@@ -88,11 +88,16 @@ def _refused(device: torch.device, dtype: torch.dtype, head: int) -> str:
     """What the kernels for GPUs refuse, or the empty string."""
     if device.type != "cuda":
         return f"the device {device.type!r}"
-    if torch.cuda.get_device_capability(device) < _OLDEST:
+    if _capability(device) < _OLDEST:
         return "a GPU of before compute capability 8.0"
     if dtype not in _HALF:
         return f"the dtype {str(dtype).removeprefix('torch.')}"
     return f"heads of {head}" if head > _LARGEST_HEAD or head % 8 else ""
+
+
+@asked_once
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @cache

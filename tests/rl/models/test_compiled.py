@@ -224,7 +224,13 @@ def varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     operations = pytest.importorskip("torch.nn.attention.varlen")
     operations._varlen_attn.register_kernel("cpu")(forward_of_segments)
     operations._varlen_attn_backward.register_kernel("cpu")(backward_of_segments)
-    monkeypatch.setattr(packed_attention, "_refused", lambda *_: "")
+    monkeypatch.setattr(packed_attention, "_capability", compiled.asked_once(lambda device: (9, 0)))
+    monkeypatch.setattr(packed_attention, "_refused", refused_by_age)
+
+
+def refused_by_age(device: torch.device, dtype: torch.dtype, head: int) -> str:
+    """What is asked of a GPU, asked of a CPU."""
+    return "" if packed_attention._capability(device) >= (8, 0) else "old"
 
 
 def forward_of_segments(
@@ -292,7 +298,7 @@ def gathered(each: Tensor, key: Tensor) -> Tensor:
 def test_a_layer_is_one_graph_where_the_kernel_is_that_of_gpus(
     folder: Path, mesh: DeviceMesh, checkpointing: bool
 ) -> None:
-    options = ModelOptions(attention="varlen", activation_checkpointing=checkpointing)
+    options = ModelOptions(attention="auto", activation_checkpointing=checkpointing)
     expected = Policy.load(folder, options=ModelOptions(attention="sdpa"))
     made = Policy.load(folder, mesh, options=with_compiling(options))
     counted = []

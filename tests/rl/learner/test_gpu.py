@@ -146,7 +146,7 @@ def test_compiled_layers_say_what_plain_ones_do_and_new_lengths_compile_nothing(
         groups = [(prompt + 3 * more, [answer + more for answer in answers]) for prompt, answers in GROUPS]
         (pack,) = (each.to("cuda") for each in make_packs(group_batch_part(groups, more), 10_000, 5))
         found = [policy(pack).logp for policy in (plain, made)]
-        assert torch.allclose(*found, atol=tolerance)
+        assert torch.allclose(found[0], found[1], atol=tolerance)
         for logp in found:
             (logp * torch.cos(pack.token_ids)).sum().backward()
         counted.append(counters["stats"]["unique_graphs"])
@@ -174,8 +174,15 @@ def test_the_head_is_that_of_float64(
     results = []
     for device, wanted in (("cpu", torch.float64), ("cuda", dtype)):
         own = [each.to(device, wanted).requires_grad_() for each in (hidden, weight)]
-        options = {"compile": compile and device == "cuda", "entropy_gradient": entropy_gradient}
-        logp, entropy = token_logprobs(*own, targets.to(device), temperature=0.7, chunk=128, **options)
+        logp, entropy = token_logprobs(
+            own[0],
+            own[1],
+            targets.to(device),
+            temperature=0.7,
+            chunk=128,
+            entropy_gradient=entropy_gradient,
+            compile=compile and device == "cuda",
+        )
         coefficients = targets.to(device).cos()
         (coefficients * (logp + 0.3 * entropy)).sum().backward()
         results.append([each.double().cpu() for each in (logp, entropy, own[0].grad, own[1].grad) if each is not None])

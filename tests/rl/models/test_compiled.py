@@ -291,7 +291,9 @@ def spread(each: Tensor, query: Tensor) -> Tensor:
 
 
 def gathered(each: Tensor, key: Tensor) -> Tensor:
-    return each.unflatten(1, (key.shape[1], -1)).sum(2)
+    parted: Any = each.unflatten(1, (key.shape[1], -1))
+    whole: Tensor = parted.sum(2)
+    return whole
 
 
 @pytest.mark.usefixtures("varlen")
@@ -327,7 +329,8 @@ def test_the_head_that_inductor_makes_is_the_plain_one(
         for compile in (False, True):
             own = [each.clone().requires_grad_() for each in (hidden, weight)]
             logp, entropy = token_logprobs(
-                *own,
+                own[0],
+                own[1],
                 targets,
                 temperature=0.7,
                 chunk=16,

@@ -17,7 +17,7 @@ from launch.refusing import Refusing
 from rl.config.lora import lora_options, served_adapter
 from rl.config.schema import Config, ConfigError
 from rl.learner.simulated import simulated_options
-from rl.models.shape import ModelShape
+from rl.models.shape import ModelShape, logprob_chunk
 from rl.weights import DEVICE_CHANNELS
 from rollout.generator.engines import engine_options
 from rollout.generator.engines.environment import kv_cache_bytes
@@ -112,7 +112,7 @@ def estimate(
     elif model and config.generator.engine == "vllm" and not config.supervised:
         engine_at_rest |= _engine(config, model, device) | {"KV cache": kv_cache_bytes(config.generator, device) or 0}
     if model and learner_computes(config):
-        learner_at_rest |= _learner(config, model) if device == "cpu" else {}
+        learner_at_rest |= _learner(config, model, device) if device == "cpu" else {}
         learner_at_rest |= _states(config, model)
 
     if model and device == "cuda" and config.alternates:
@@ -252,7 +252,7 @@ def _on_gpus(config: Config, model: ModelShape, machine: Machine) -> list[Need]:
     """The needs of an engine's GPU and of a learner's, or of their shares of one."""
     learner, engine = [], []
     if learner_computes(config):
-        parts = _learner(config, model) | _device_slots(config, model) | {"CUDA": _CONTEXT}
+        parts = _learner(config, model, "cuda") | _device_slots(config, model) | {"CUDA": _CONTEXT}
         learner = [Need("learner's GPU", "gpu", config.learner.ranks, parts, _cure(config, parts))]
     if config.generator.engine == "vllm" and not config.supervised:
         engine = [_engine_gpu(config, model)]
@@ -303,7 +303,7 @@ def _turns(
 def _moved(config: Config, model: ModelShape) -> dict[str, int]:
     """The bytes that a rank moves to the host before it rests, by purpose."""
     on_host = config.learner.optimizer_states == "host"
-    parts = {} if on_host else _learner(config, model)
+    parts = {} if on_host else _learner(config, model, "cuda")
     return {name: parts[name] for name in ("weights", "optimizer") if name in parts}
 
 
@@ -343,7 +343,7 @@ def _with_cache(config: Config, model: ModelShape, need: Need, gpu: int | None) 
     return replace(need, parts=need.parts | {"KV cache": cache}, remarks=(*need.remarks, remark))
 
 
-def _learner(config: Config, model: ModelShape) -> dict[str, int]:
+def _learner(config: Config, model: ModelShape, device: str) -> dict[str, int]:
     """The bytes of one rank at its peak, by purpose.
 
     Weights, gradients and optimizer are divided among the ranks; with the optimizer's states on the host the device has
@@ -371,7 +371,8 @@ def _learner(config: Config, model: ModelShape) -> dict[str, int]:
     tokens = -(-tokens // together)
     layer = tokens * model.saved_bytes(number)
     head_moves = lora is None or "lm_head" in (lora.named or ())
-    head = model.head_bytes(tokens, learner.logprob_chunk, number, moves=head_moves, reduced=reduced)
+    chunk = logprob_chunk(learner.logprob_chunk, model.vocabulary, device)
+    head = model.head_bytes(tokens, chunk, number, moves=head_moves, reduced=reduced)
 
     # Weights of experts and what adapters add, as one: for the backward, which has their gradient besides.
     summed = model.experts * number if lora and "experts" in (lora.named or ()) else 0

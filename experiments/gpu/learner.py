@@ -1,8 +1,9 @@
 """The learner on one GPU: model FLOPs used, with lengths that repeat and with new ones, beside a bare loop; memory.
 
 A step is four packs of 16 384 tokens, made of samples of 512 to 4 096. The bare loop has the same packs, attention and
-head, and nothing of the learner's own loop. `mfu` counts 6 for each parameter and token, and causal attention; what is
-computed again in backward is not counted. `mfu_computed` counts the head on trained tokens only, as it is computed.
+head, compiled where the learner's are, and nothing of the learner's own loop. `mfu` counts 6 for each parameter and
+token, and causal attention; what is computed again in backward is not counted. `mfu_computed` counts the head on
+trained tokens only, as it is computed.
 """
 
 from __future__ import annotations
@@ -32,16 +33,27 @@ from launch.memory import Need, check_memory, estimate
 from rl.config.schema import Config, ConfigError, load_config
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
+from rl.models.compiled import compile_layers
 from rl.models.head import token_logprobs
 from rl.models.layout import Layout
 from rl.models.packing import Pack, make_packs
+from rl.models.shape import logprob_chunk
 from rl.wire.columns import ROUTED_EXPERTS, register, routed_experts
 from rl.wire.messages import BatchPart
 
 _PEAK = 989e12  # of an H100 in bfloat16, dense
 _SAMPLES, _GROUP = 28, 4
-_CASES = {"cuda": [("1.5b", True), ("0.5b", False), ("4b", True)], "cpu": [("tiny", True)]}
-"""Size, and whether activations are computed again."""
+_CASES = {
+    "cuda": [
+        ("1.5b", True, False),
+        ("1.5b", True, True),
+        ("0.5b", False, False),
+        ("0.5b", False, True),
+        ("4b", True, False),
+    ],
+    "cpu": [("tiny", True, False)],
+}
+"""Size, whether activations are computed again, and whether layers and head are compiled."""
 _MEMORY = {"cuda": [("0.5b", True), ("0.5b", False), ("1.5b", True), ("1.5b", False)]}
 _STATES = {"cuda": ["1.5b", "4b", "8b"], "cpu": ["tiny"]}
 _HOST = "learner.optimizer_states=host"
@@ -70,11 +82,11 @@ Step = Callable[[BatchPart], None]
 def learner(result: Result, device: str) -> None:
     """Each case by itself: one that does not fit leaves the others."""
     with _one_rank(device) as mesh, tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
-        for size, checkpointing in _CASES[device]:
+        for size, checkpointing, compile in _CASES[device]:
             model = save_model(size, Path(folder), device)
-            config = config_of(size, device, checkpointing)
+            config = config_of(size, device, checkpointing, [f"learner.compile={str(compile).lower()}"])
             for name in ("fresco", "bare"):
-                case = f"{size} {name}{', activations again' if checkpointing else ''}"
+                case = f"{size} {name}{', activations again' if checkpointing else ''}{', compiled' if compile else ''}"
                 _clear(device)
 
                 try:
@@ -185,7 +197,7 @@ def config_of(size: str, device: str, checkpointing: bool, overrides: Sequence[s
             f"learner.max_tokens_per_pack={pack}",
             f"generator.max_model_len={max(64, pack // 4)}",
             "sampling.max_tokens=32",
-            f"learner.logprob_chunk={4096 if device == 'cuda' else 64}",
+            f"learner.logprob_chunk={'null' if device == 'cuda' else 64}",
             f"learner.activation_checkpointing={str(checkpointing).lower()}",
             f"rollout.groups_per_batch={_SAMPLES // _GROUP}",
             f"rollout.group_size={_GROUP}",
@@ -228,14 +240,18 @@ class _Bare(BareLoop):
     def __init__(self, config: Config, model: Path, device: str) -> None:
         with temporary_run(device=device, config=config, model_folder=model) as run:
             super().__init__(run, "packed")
-        self._chunk = config.learner.logprob_chunk
+        self._chunk = logprob_chunk(config.learner.logprob_chunk, self.model.config.vocab_size, device)
+        self._compile = config.learner.compile
+        if self._compile:
+            compile_layers(self.model.get_decoder())
         if config.learner.activation_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def logp(self, pack: Pack, layout: Layout) -> torch.Tensor:
         hidden = self.contexts(pack, layout)
         weight = self.model.lm_head.weight.to(hidden.dtype)
-        return token_logprobs(hidden, weight, pack.token_ids[layout.targets], chunk=self._chunk)[0]
+        targets = pack.token_ids[layout.targets]
+        return token_logprobs(hidden, weight, targets, chunk=self._chunk, compile=self._compile)[0]
 
 
 def _bare(config: Config, model: Path, device: str) -> Step:

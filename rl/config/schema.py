@@ -155,10 +155,13 @@ class LearnerConfig(Section):
     """Optimizer steps per batch, which is split by whole groups."""
     max_tokens_per_pack: int = Field(2048, ge=16)
     """Tokens of one forward; a longer sample gets a pack of its own."""
-    logprob_chunk: int = Field(256, ge=1)
-    """Tokens per chunk of the log-probability head."""
+    logprob_chunk: int | None = Field(None, ge=1)
+    """Tokens per chunk of the log-probability head; null: 256 on a CPU, on a GPU as many as have 1 GiB of logits."""
     attention: Annotated[Literal["auto", "varlen", "flash", "sdpa"], Where("GPUs")] = "auto"
     """Kernel of the learner's attention; `auto` is torch's `varlen` where the GPU and the dtype allow it."""
+    compile: bool = False
+    """Layers and head as code that `torch.compile` makes: fewer, larger kernels, after minutes of compiling (unrun on a
+    GPU)."""
     activation_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more time."""
     router_replay: Annotated[Literal["auto", "off"], Where("mixtures of experts")] = "auto"

@@ -34,45 +34,42 @@ class Diagnostics:
 
     @torch.no_grad()
     def update(self, inputs: LossInputs, result: LossResult, generated: Tensor) -> None:
-        """Add one pack; generated (L,) int64: the places where its mask is set."""
+        """Add one pack; generated (L,) int64: the places where its mask is set.
 
-        def at_tokens(values: Tensor) -> Tensor:
-            return values.index_select(0, generated)
+        What can be is done to all rows as one: on a GPU a small kernel costs as much as a large one.
+        """
+        current = inputs.logp_current
+        policies = [each for each in (inputs.logp_behavior, inputs.logp_proximal) if each is not None]
+        ratios = [current - logp for logp in policies]
+        rows = [current, inputs.entropy, inputs.advantages, result.per_token, *result.metrics.values(), *ratios]
+        chosen = torch.stack(rows).index_select(1, generated).double()  # (rows, generated tokens)
+        logp, entropy, advantages, objective, *further = chosen.unbind()
 
-        def log_ratio_to(logp: Tensor) -> Tensor:
-            """(generated tokens,) float64 of the current policy against that of `logp`."""
-            return at_tokens(inputs.logp_current - logp).double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-
-        log_ratio = log_ratio_to(inputs.logp_behavior)
+        own = dict(zip(result.metrics, further, strict=False))
+        log_ratio, *steps = chosen[-len(ratios) :].clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).unbind()
         ratio = log_ratio.exp()
-        staleness = at_tokens(inputs.staleness).double()
-        advantages = at_tokens(inputs.advantages)
-        own = {name: at_tokens(values).double() for name, values in result.metrics.items()}
-        entropy = at_tokens(inputs.entropy).double()
+        staleness = inputs.staleness.index_select(0, generated).double()
 
         tokens = {
             "tokens": torch.ones_like(ratio),
-            "objective": at_tokens(result.per_token).double(),
+            "objective": objective,
             "ratio_mean": ratio,
             "ratio_square": ratio**2,
             "kl_behavior": ratio - 1 - log_ratio,  # k3: each term >= 0 (http://joschu.net/blog/kl-approx.html)
             "kl_behavior_k1": -log_ratio,
             "entropy": entropy,
-            "advantage_abs": advantages.double().abs(),
+            "advantage_abs": advantages.abs(),
             "token_staleness": staleness,
         }
-        tokens |= surprise(at_tokens(inputs.logp_current).double(), entropy) | own
+        tokens |= surprise(logp, entropy) | own
 
-        if inputs.logp_proximal is not None:
-            step = log_ratio_to(inputs.logp_proximal)
+        for step in steps:
             tokens |= {"kl_proximal": step.expm1() - step, "kl_proximal_k1": -step}
         tokens |= _by_sign(advantages, {name: values for name, values in own.items() if name.endswith("_fraction")})
 
         # No table of bounds and no bincount: both would make the host wait for the device.
         bucket = torch.stack([staleness >= low for low, _ in STALENESS_BUCKETS[1:]]).sum(0)
-        zeros = staleness.new_zeros(len(STALENESS_BUCKETS))
-        sums = {name: zeros.index_add(0, bucket, values) for name, values in tokens.items()}
-        sums["histogram"] = _histogram(log_ratio, bucket)
+        sums = _summed(tokens, bucket) | {"histogram": _histogram(log_ratio, bucket)}
         self._join(sums, {"ratio_max": _maximum(ratio), "token_staleness_max": _maximum(staleness)})
 
     def add(self, other: Diagnostics) -> None:
@@ -115,10 +112,13 @@ class Diagnostics:
         return {"histogram/ratio": _quantiles(histogram, [percent / 100 for percent in range(1, 100)])}
 
     def _join(self, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
-        for name, value in sums.items():
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
-        for name, value in maxima.items():
-            self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
+        for table, more, both in (
+            (self.sums, sums, torch._foreach_add),
+            (self.maxima, maxima, torch._foreach_maximum),
+        ):
+            known = [name for name in more if name in table]
+            joined = both([table[name] for name in known], [more[name] for name in known]) if known else ()
+            table.update(more | dict(zip(known, joined, strict=True)))
 
 
 def surprise(logp: Tensor, entropy: Tensor) -> dict[str, Tensor]:
@@ -183,6 +183,14 @@ def _by_sign(advantages: Tensor, fractions: dict[str, Tensor]) -> dict[str, Tens
 
 
 _WHOLE_ONLY = ("objective", "kl_behavior_k1", "kl_proximal_k1", "advantage_abs", "token_staleness")
+
+
+def _summed(tokens: dict[str, Tensor], bucket: Tensor) -> dict[str, Tensor]:
+    """(buckets,) sums of each quantity, whose values (generated tokens,) belong to these buckets."""
+    values = torch.stack([*tokens.values()])
+    places = bucket + len(STALENESS_BUCKETS) * torch.arange(len(tokens), device=bucket.device)[:, None]
+    sums = values.new_zeros(len(tokens) * len(STALENESS_BUCKETS)).index_add(0, places.flatten(), values.flatten())
+    return dict(zip(tokens, sums.view(len(tokens), -1).unbind(), strict=True))
 
 
 def _histogram(log_ratio: Tensor, bucket: Tensor) -> Tensor:

@@ -307,6 +307,7 @@ class Trainer:
             activation_checkpointing=settings.activation_checkpointing,
             logprob_chunk=settings.logprob_chunk,
             attention=settings.attention,
+            compile=settings.compile,
             lora=lora,
             router_replay=replay,
             team=self._team,

@@ -18,6 +18,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.utils.import_utils import is_flash_attn_2_available
 
+from rl.models.compiled import asked_once, left_alone
 from rl.models.layout import Run, Spans
 from rl.models.team import Team
 
@@ -62,16 +63,16 @@ def packed_attention(
     q, k, v = (each.transpose(1, 2)[0].to(value.dtype) for each in (query, key, value))  # (C, heads, d)
     if team is not None:
         q, k, v = team.to_heads(q, k, v, segments.tokens)
-    chosen = _kernel(kernel, v)
+    chosen = _kernel(kernel, v.device, v.dtype, v.shape[-1])
     if segments.keys is not None:
         k, v = k.index_select(0, segments.keys), v.index_select(0, segments.keys)
     found = _KERNELS[chosen](q, k, v, segments, scaling, sliding_window)  # (C, heads, d)
     return (found if team is None else team.to_tokens(found))[None], None
 
 
-def _kernel(asked: Kernel, value: Tensor) -> Kernel:
-    """Raises ValueError for a kernel that was asked for by name and refuses these tensors."""
-    refused = _refused(value)
+def _kernel(asked: Kernel, device: torch.device, dtype: torch.dtype, head: int) -> Kernel:
+    """Raises ValueError for a kernel that was asked for by name and refuses heads of so many numbers, in this dtype."""
+    refused = _refused(device, dtype, head)
     if asked == "auto":
         if not refused:
             return "varlen" if has_varlen() else "flash" if is_flash_attn_2_available() else "sdpa"
@@ -83,33 +84,43 @@ def _kernel(asked: Kernel, value: Tensor) -> Kernel:
     return asked
 
 
-def _refused(value: Tensor) -> str:
-    """What the kernels for GPUs refuse, or the empty string; value (C, heads, d)."""
-    if not value.is_cuda:
-        return f"the device {value.device.type!r}"
-    if torch.cuda.get_device_capability(value.device) < _OLDEST:
+def _refused(device: torch.device, dtype: torch.dtype, head: int) -> str:
+    """What the kernels for GPUs refuse, or the empty string."""
+    if device.type != "cuda":
+        return f"the device {device.type!r}"
+    if _capability(device) < _OLDEST:
         return "a GPU of before compute capability 8.0"
-    if value.dtype not in _HALF:
-        return f"the dtype {str(value.dtype).removeprefix('torch.')}"
-    head = value.shape[-1]
+    if dtype not in _HALF:
+        return f"the dtype {str(dtype).removeprefix('torch.')}"
     return f"heads of {head}" if head > _LARGEST_HEAD or head % 8 else ""
 
 
+@asked_once
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 @cache
-def has_varlen() -> bool:
-    """Whether this torch has the kernel."""
+def _varlen_takes() -> frozenset[str]:
+    """The names of what the kernel takes; nothing where this torch has none."""
     try:
-        import torch.nn.attention.varlen as _  # noqa: F401
+        from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return False
-    return True
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+@asked_once
+def has_varlen(taking: str = "query") -> bool:
+    """Whether this torch has the kernel, and it takes what is called so."""
+    return taking in _varlen_takes()
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Spans, scaling: float | None, window: int | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scaling, "window_size": _before(window)}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    if has_varlen(taking="enable_gqa"):
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     bounds = (segments.query_bounds, segments.key_bounds, segments.longest_query, segments.longest_key)
     call: Any = varlen_attn  # answers in a tuple only where it is asked for more
@@ -117,6 +128,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Spans, scaling: float | N
     return found
 
 
+@left_alone
 def _flash(q: Tensor, k: Tensor, v: Tensor, segments: Spans, scaling: float | None, window: int | None) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
@@ -132,6 +144,7 @@ def _before(window: int | None) -> tuple[int, int]:
     return (-1 if window is None else window - 1, 0)
 
 
+@left_alone  # its calls depend on the lengths in a pack
 def _by_shape(q: Tensor, k: Tensor, v: Tensor, segments: Spans, scaling: float | None, window: int | None) -> Tensor:
     """A call for each run of segments; one split of each tensor, because a slice's backward writes all of it."""
     queries = [run.length * run.count for run in segments.runs]

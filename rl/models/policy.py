@@ -27,6 +27,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from rl.config.lora import LoraOptions
 from rl.models import families, lora
 from rl.models.adapter_files import check_start, read_adapters
+from rl.models.compiled import compile_layers
 from rl.models.head import token_logprobs
 from rl.models.layout import Layout
 from rl.models.loading import allocate, empty_model, is_told, local_part, read_weights, saved_buffers
@@ -35,6 +36,7 @@ from rl.models.packed_attention import NAME, check_layers
 from rl.models.packing import Pack
 from rl.models.protocol import Exported, ModelOptions, Placement, PolicyOutput, holding, local, whole
 from rl.models.routers import Routers
+from rl.models.shape import logprob_chunk
 from rl.wire.columns import ROUTED_EXPERTS
 
 M = TypeVar("M", bound="PackedModel")
@@ -193,7 +195,8 @@ class Policy(PackedModel):
 
     def __init__(self, model: nn.Module, options: ModelOptions = ModelOptions()) -> None:
         super().__init__(model, options)
-        self.logprob_chunk = options.logprob_chunk
+        self._chunk = options.logprob_chunk
+        self._compile = options.compile
         self.logit_divisor = families.logit_divisor(self.model.config)
         head = self.model.get_output_embeddings()
         if head is None or getattr(head, "bias", None) is not None:
@@ -218,8 +221,9 @@ class Policy(PackedModel):
             *lora.head_product(hidden, self.model.get_output_embeddings()),
             pack.token_ids.index_select(0, layout.targets),
             temperature=temperature * self.logit_divisor,
-            chunk=self.logprob_chunk,
+            chunk=logprob_chunk(self._chunk, self.vocab_size, self.device.type),
             entropy_gradient=entropy_gradient,
+            compile=self._compile,
         )
         logp, entropy = (self._at_targets(values, pack, layout) for values in found)
         return PolicyOutput(logp, entropy, routing)
@@ -291,6 +295,8 @@ def shard_policy(
     backward run in `options.dtype`, and ranks add up their gradients in `options.reduce_dtype`.
     """
     policy.mesh = mesh
+    if options.compile:  # before sharding, whose hooks stay around what is compiled
+        compile_layers(policy.decoder, policy.routers.blocks())
     if options.activation_checkpointing:
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     if mesh is None:

@@ -38,8 +38,9 @@ class ModelOptions:
     dtype: torch.dtype = torch.float32  # of forward and backward; weights and gradients are float32
     reduce_dtype: torch.dtype = torch.float32  # in which ranks add up their gradients
     activation_checkpointing: bool = False
-    logprob_chunk: int = LearnerConfig().logprob_chunk
+    logprob_chunk: int | None = LearnerConfig().logprob_chunk
     attention: Kernel = LearnerConfig().attention
+    compile: bool = False  # its layers, and the head's passes over logits
     lora: LoraOptions | None = None  # then adapters are trained; all else stands still, in `dtype`
     router_replay: bool = False  # whether its routers choose the experts that a pack names
     team: Team | None = None  # ranks that compute each pack together

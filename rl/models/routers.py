@@ -34,19 +34,25 @@ class Routers:
         self._told: dict[nn.Module, Tensor | None] = {}
         self._watched: list[tuple[Tensor, ...]] | None = None
         self._rows = torch.empty(0, dtype=torch.int64)
+        self._blocks: list[nn.Module] = []
         if family is None or family.routing is None:
             return
 
         for index, layer in enumerate(decoder.layers):
-            for module in layer.modules():
+            for name, module in layer.named_modules():
                 if type(module).__name__.lower().endswith("topkrouter"):
                     self._told[module] = None
+                    self._blocks.append(layer.get_submodule(name.rpartition(".")[0]))
                     # Of the layer, so that it is told again where its activations are computed again.
                     layer.register_forward_pre_hook(partial(self._tell, module, index), with_kwargs=True)
                     module.register_forward_hook(self._route)
 
     def __len__(self) -> int:
         return len(self._told)
+
+    def blocks(self) -> list[nn.Module]:
+        """The modules of layers that a router and its experts are part of."""
+        return self._blocks
 
     def watch(self, rows: Tensor) -> None:
         """To be called before a forward. rows (S,): of the computed tokens, those that count."""

@@ -13,7 +13,16 @@ from typing import Any
 from rl.wire.columns import EXPERT_COUNTS
 
 _MASTER = 4  # bytes of a number in float32
+_LOGITS = 1 << 30  # bytes of a chunk's logits on a GPU
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+
+
+def logprob_chunk(given: int | None, vocabulary: int, device: str) -> int:
+    """Tokens whose logits are made at once (`learner.logprob_chunk`). A GPU is given large products, and adds up the
+    head's gradient fewer times; a CPU what its caches like."""
+    if given is not None:
+        return given
+    return 256 if device == "cpu" else max(256, _LOGITS // (vocabulary * _MASTER))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import pad
 
 from rl.config.schema import Config
+from rl.models.compiled import left_alone
 
 _COLLECTIVES: Any = _functional_collectives  # untyped
 
@@ -40,6 +41,7 @@ class Team:
         """What this rank computes of a layout (`rl.models.layout`)."""
         return self.index, self.size
 
+    @left_alone
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor, tokens: int) -> list[Tensor]:
         """(n, heads, d) of this rank's tokens; (tokens, heads / size, d) of all ranks' tokens."""
         parts = [self._parted(each) for each in (q, k, v)]
@@ -47,6 +49,7 @@ class Team:
         held = self._exchanged(torch.cat(parts, 2).transpose(0, 1))  # (size, n, heads, d): from each rank its tokens
         return [each.transpose(0, 1).flatten(0, 1)[:tokens] for each in held.split(widths, 2)]
 
+    @left_alone
     def to_tokens(self, found: Tensor) -> Tensor:
         """(tokens, heads / size, d) of all ranks' tokens; (n, heads, d) of this rank's."""
         fill = -len(found) % self.size

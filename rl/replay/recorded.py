@@ -19,7 +19,7 @@ from rl.store.version_digests import read_version_digests
 from rl.wire.messages import OF_SEQUENCES, BatchPart
 from rl.wire.run import RunFile
 
-_HOW = "ranks context_parallel copies reduce_dtype threads max_tokens_per_pack logprob_chunk attention"
+_HOW = "ranks context_parallel copies reduce_dtype threads max_tokens_per_pack logprob_chunk attention compile"
 COMPUTES = {f"learner.{name}" for name in (*_HOW.split(), "activation_checkpointing")} | {"model.dtype"}
 """Fields that change how a step is computed, and nothing of what it is."""
 _WHAT = "lr warmup_steps schedule min_lr_fraction betas eps weight_decay max_grad_norm minibatches"

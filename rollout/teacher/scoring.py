@@ -54,7 +54,9 @@ def model(run: RunFile) -> Score:
     settings = run.config.learner
     torch.set_num_threads(settings.threads)
     dtype = torch.float32 if run.config.model.dtype == "float32" else torch.bfloat16
-    options = ModelOptions(dtype=dtype, logprob_chunk=settings.logprob_chunk, attention=settings.attention)
+    options = ModelOptions(
+        dtype=dtype, logprob_chunk=settings.logprob_chunk, attention=settings.attention, compile=settings.compile
+    )
     assert run.teacher_folder is not None
     policy = Policy.load(run.teacher_folder, None, run.device, options).requires_grad_(False).eval()
     for parameter in policy.parameters():  # never trained: there is no master copy

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import Qwen3ForCausalLM
 from transformers.utils.import_utils import is_flash_attn_2_available
 
@@ -22,6 +23,7 @@ from rl.config.schema import LearnerConfig, load_config
 from rl.learner.algorithm import make_algorithm
 from rl.learner.trainer import Optimizer
 from rl.learner.update import accumulate_critic, accumulate_gradients
+from rl.models.head import token_logprobs
 from rl.models.packed_attention import Kernel, has_varlen
 from rl.models.packing import Pack, make_packs, sequence_pack
 from rl.models.policy import Critic, Policy
@@ -59,8 +61,10 @@ def one_pack() -> Pack:
     return pack
 
 
-def policy_on(folder: Path, device: str, dtype: torch.dtype, attention: Kernel = "auto") -> Policy:
-    return Policy.load(folder, None, device, ModelOptions(dtype, attention=attention))
+def policy_on(
+    folder: Path, device: str, dtype: torch.dtype, attention: Kernel = "auto", compile: bool = False
+) -> Policy:
+    return Policy.load(folder, None, device, ModelOptions(dtype, attention=attention, compile=compile))
 
 
 def logp_of(policy: Policy) -> Tensor:
@@ -129,6 +133,63 @@ def test_samples_of_a_pack_do_not_see_each_other(folder: Path, dtype: torch.dtyp
             for number in range(len(pack.rewards))
         ]
     assert torch.allclose(together, torch.cat(alone), atol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.1)])
+def test_compiled_layers_say_what_plain_ones_do_and_new_lengths_compile_nothing(
+    folder: Path, dtype: torch.dtype, tolerance: float
+) -> None:
+    counters.clear()
+    plain, made = (policy_on(folder, "cuda", dtype, compile=each) for each in (False, True))
+    counted = []
+    for more in range(5):
+        groups = [(prompt + 3 * more, [answer + more for answer in answers]) for prompt, answers in GROUPS]
+        (pack,) = (each.to("cuda") for each in make_packs(group_batch_part(groups, more), 10_000, 5))
+        found = [policy(pack).logp for policy in (plain, made)]
+        assert torch.allclose(found[0], found[1], atol=tolerance)
+        for logp in found:
+            (logp * torch.cos(pack.token_ids)).sum().backward()
+        counted.append(counters["stats"]["unique_graphs"])
+
+    assert counted[-1] == counted[1]
+    assert dtype == torch.float32 or not counters["graph_break"]  # varlen takes half precision only
+    of_plain, of_made = (
+        torch.cat([each.grad.flatten() for _, each in policy.trainable() if each.grad is not None])
+        for policy in (plain, made)
+    )
+    assert torch.nn.functional.cosine_similarity(of_plain, of_made, dim=0) > 0.98
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 2e-2)])
+def test_the_head_is_that_of_float64(
+    dtype: torch.dtype, tolerance: float, entropy_gradient: bool, compile: bool
+) -> None:
+    """In chunks, so that the gradient of the matrix is added up."""
+    random = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, 64, generator=random).to(dtype) / 4 for rows in (300, 1000))
+    targets = torch.randint(1000, (300,), generator=random)
+
+    results = []
+    for device, wanted in (("cpu", torch.float64), ("cuda", dtype)):
+        own = [each.to(device, wanted).requires_grad_() for each in (hidden, weight)]
+        logp, entropy = token_logprobs(
+            own[0],
+            own[1],
+            targets.to(device),
+            temperature=0.7,
+            chunk=128,
+            entropy_gradient=entropy_gradient,
+            compile=compile and device == "cuda",
+        )
+        coefficients = targets.to(device).cos()
+        (coefficients * (logp + 0.3 * entropy)).sum().backward()
+        results.append([each.double().cpu() for each in (logp, entropy, own[0].grad, own[1].grad) if each is not None])
+
+    for expected, found in zip(*results, strict=True):
+        scale = max(1.0, float(expected.abs().max()))
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -107,7 +107,7 @@ def estimate(
     elif model and config.generator.engine == "vllm" and not config.supervised:
         engine_at_rest |= _engine(config, model, device) | {"KV cache": kv_cache_bytes(config.generator, device) or 0}
     if model and learner_computes(config):
-        learner_at_rest |= _learner(config, model) if device == "cpu" else {}
+        learner_at_rest |= _learner(config, model, device) if device == "cpu" else {}
         learner_at_rest |= _states(config, model)
 
     needs.append(Need("learner rank", "host", config.learner.ranks, learner_at_rest, "learner.ranks"))
@@ -237,7 +237,7 @@ def _on_gpus(config: Config, model: ModelShape, machine: Machine) -> list[Need]:
     """The needs of an engine's GPU and of a learner's, or of their shares of one."""
     learner, engine = [], []
     if learner_computes(config):
-        parts = _learner(config, model) | {"CUDA": _CONTEXT}
+        parts = _learner(config, model, "cuda") | {"CUDA": _CONTEXT}
         learner = [Need("learner's GPU", "gpu", config.learner.ranks, parts, _cure(config, parts))]
     if config.generator.engine == "vllm" and not config.supervised:
         engine = [_engine_gpu(config, model)]
@@ -283,7 +283,7 @@ def _with_cache(config: Config, model: ModelShape, need: Need, gpu: int | None) 
     return replace(need, parts=need.parts | {"KV cache": cache}, remarks=(remark,))
 
 
-def _learner(config: Config, model: ModelShape) -> dict[str, int]:
+def _learner(config: Config, model: ModelShape, device: str) -> dict[str, int]:
     """The bytes of one rank at its peak, by purpose.
 
     Weights, gradients and optimizer are divided among the ranks; with the optimizer's states on the host the device has
@@ -307,7 +307,7 @@ def _learner(config: Config, model: ModelShape) -> dict[str, int]:
         still += model.trained * weight
 
     in_batch = config.batch_size * config.generator.max_model_len * together // learner.ranks
-    tokens = min(max(learner.max_tokens_per_pack, config.generator.max_model_len), max(in_batch, 1))
+    tokens = min(max(learner.pack_tokens(device), config.generator.max_model_len), max(in_batch, 1))
     tokens = -(-tokens // together)
     layer = tokens * model.saved_bytes(number)
     head_moves = lora is None or "lm_head" in (lora.named or ())
@@ -359,7 +359,7 @@ def _cure(config: Config, parts: dict[str, int]) -> str:
     if not config.learner.activation_checkpointing:
         return "learner.activation_checkpointing"
     longest = config.generator.max_model_len
-    return "learner.context_parallel" if longest > config.learner.max_tokens_per_pack else "learner.max_tokens_per_pack"
+    return "learner.context_parallel" if longest > config.learner.pack_tokens("cuda") else "learner.max_tokens_per_pack"
 
 
 def _bytes(dtype: str) -> int:

@@ -60,7 +60,6 @@ SETTINGS = [
     f"generator.options.kv_cache_bytes={KV_BYTES}",
     "weights.transport=tests.rollout.generator.file_weights:FILES",
     "weights.deadline_s=120",
-    "generator.options.enforce_eager=false",  # a CPU has no CUDA graphs, whatever it says
 ]
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 ON_A_GPU = [

@@ -1,5 +1,7 @@
-"""vLLM on one GPU: a weight update stage by stage, how far engine and learner are apart in log-probabilities, and tokens
-a second through Fresco's path beside vLLM alone."""
+"""vLLM on one GPU: a weight update stage by stage, how far engine and learner are apart, and tokens a second.
+
+The last are those of Fresco's path beside vLLM alone.
+"""
 
 from __future__ import annotations
 

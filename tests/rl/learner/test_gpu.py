@@ -133,7 +133,6 @@ def test_samples_of_a_pack_do_not_see_each_other(folder: Path, dtype: torch.dtyp
     assert torch.allclose(together, torch.cat(alone), atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sharded_model_is_the_whole_one(folder: Path) -> None:
     """By FSDP over the one rank that is here, with the backends that ranks of a run have."""
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -153,6 +152,7 @@ def test_a_sharded_model_is_the_whole_one(folder: Path) -> None:
     assert torch.nn.functional.cosine_similarity(found, whole, dim=0) > 0.98
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_host_does_not_wait_within_a_pack(folder: Path, dtype: torch.dtype) -> None:
     """Forward, loss, backward and statistics of the policy; forward and backward of a critic."""
     policy, critic = policy_on(folder, "cuda", dtype), Critic.load(folder, None, "cuda", ModelOptions(dtype))

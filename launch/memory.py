@@ -367,7 +367,7 @@ def _learner(config: Config, model: ModelShape, device: str) -> dict[str, int]:
         still += model.trained * weight
 
     in_batch = config.batch_size * config.generator.max_model_len * together // learner.ranks
-    tokens = min(max(learner.max_tokens_per_pack, config.generator.max_model_len), max(in_batch, 1))
+    tokens = min(max(learner.pack_tokens(device), config.generator.max_model_len), max(in_batch, 1))
     tokens = -(-tokens // together)
     layer = tokens * model.saved_bytes(number)
     head_moves = lora is None or "lm_head" in (lora.named or ())
@@ -422,7 +422,7 @@ def _cure(config: Config, parts: dict[str, int]) -> str:
     if not config.learner.activation_checkpointing:
         return "learner.activation_checkpointing"
     longest = config.generator.max_model_len
-    return "learner.context_parallel" if longest > config.learner.max_tokens_per_pack else "learner.max_tokens_per_pack"
+    return "learner.context_parallel" if longest > config.learner.pack_tokens("cuda") else "learner.max_tokens_per_pack"
 
 
 def _bytes(dtype: str) -> int:

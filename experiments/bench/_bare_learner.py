@@ -41,7 +41,7 @@ def measure(work: Work, form: Form) -> float:
     ]
 
     if form != "stock":
-        budget = run.config.learner.max_tokens_per_pack
+        budget = run.config.learner.pack_tokens(run.device)
         return _cpu_s(loop, batch_parts, lambda batch_part: make_packs(batch_part, budget, batch_part.step))
 
     def padded_by(rows: int) -> Callable[[BatchPart], list[Pack]]:

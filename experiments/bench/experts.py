@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from experiments.bench._measuring import parser_of, write
+from experiments.bench._ratios import machine
 from rl.models.loading import empty_model, read_weights
 from rl.models.packed_attention import NAME
 from rl.models.packing import sequence_pack
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> None:
             multiprocessing.spawn(rank_main, (folder, variant, options), nprocs=options.ranks)
             found[variant] = torch.load(f"{folder}/{variant}.pt")
             print(f"{variant}: {found[variant]['step_s']:.2f} s a step, peak {found[variant]['peak_mib']:.0f} MiB")
-    write(options.out, found)
+    write(options.out, {"variants": found, "machine": machine(), "date": time.strftime("%Y-%m-%d")})
 
 
 def save_model(folder: str, layers: int, experts: int) -> None:

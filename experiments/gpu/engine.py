@@ -1,4 +1,7 @@
-"""vLLM on one GPU: a weight update stage by stage, and tokens a second through Fresco's path beside vLLM alone."""
+"""vLLM on one GPU: a weight update stage by stage, how far engine and learner are apart, and tokens a second.
+
+The last are those of Fresco's path beside vLLM alone.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from experiments.gpu.models import save_model
 from experiments.gpu.part import Result, need_vllm
 from rl.config.lora import lora_options
 from rl.learner.publish import probe_logp, served, weight_entries
+from rl.models.packing import sequence_pack
 from rl.models.policy import Policy
 from rl.models.protocol import ModelOptions
 from rl.weights import make_sender
@@ -33,6 +37,7 @@ from rollout.generator.engines.environment import engine_environment
 _UPDATES = 8  # the first four with an idle engine
 _SIZE = {"cuda": "1.5b", "cpu": "tiny"}
 _RUNNING = {"cuda": 128, "cpu": 4}
+_COMPARED = {"cuda": (32, 256), "cpu": (2, 8)}  # requests, and tokens of each
 _NOISE = 1e-3  # added to each parameter between two versions
 
 
@@ -61,7 +66,9 @@ def adapters(result: Result, device: str) -> None:
 
 
 def _with_engine(result: Result, model: Path, device: str, name: str, setting: str) -> None:
-    with temporary_run([*_settings(device, 256), setting], device=device, model_folder=model) as run:
+    # Eager: an engine starts in a third of the time, and there are three.
+    settings = [*_settings(device, 256), "generator.options.enforce_eager=true", setting]
+    with temporary_run(settings, device=device, model_folder=model) as run:
         os.environ.update(engine_environment(run.config, device))
         asyncio.run(_updates(result, run, name))
 
@@ -74,7 +81,7 @@ def rollout(result: Result, device: str) -> None:
     for size in ("0.5b", "1.5b") if device == "cuda" else ("tiny",):
         with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
             model = save_model(size, Path(folder), device, tied=False)
-            settings = [*_settings(device, requests), "generator.options.enforce_eager=false"]
+            settings = _settings(device, requests)
             with temporary_run(settings, device=device, model_folder=model) as run:
                 os.environ.update(engine_environment(run.config, device), FRESCO_PARENT_PID=str(os.getpid()))
                 measured = asyncio.run(bench.measure_sides(run, options))
@@ -119,6 +126,8 @@ async def _updates(result: Result, run: RunFile, name: str) -> None:
     try:
         for n in range(_UPDATES):
             result.note(f"{name} update {n}", {"running": len(clients)} | await _update(n, engine, policy, sender))
+            if n == _UPDATES - 1:
+                result.note(f"{name} gap_nats", await _gap(engine, policy, n))
             with torch.no_grad():
                 for _, parameter in policy.trainable():
                     parameter.add_(torch.randn_like(parameter) * _NOISE)
@@ -156,6 +165,28 @@ async def _update(n: int, engine: Any, policy: Policy, sender: Sender) -> dict[s
     stages |= {f"engine_{name}": seconds for name, seconds in status.seconds.items()}
     arrived = {"same_checksum": status.checksum == receipt, "probe_gap_mean": float(gap.mean())}
     return {"seconds": stages} | arrived
+
+
+async def _gap(engine: Any, policy: Policy, n: int) -> dict[str, float]:
+    """Between engine and learner, over tokens that the engine samples under the weights of both: what `exact/max` and
+    the limits of alarms are of, at this size."""
+    requests, tokens = _COMPARED[policy.device.type]
+    random = np.random.default_rng(n)
+    prompts = [random.integers(1, 1000, 64, dtype=np.int32) for _ in range(requests)]
+    asked = [
+        Generate(-1 - i, -1 - i, "train", Version(0, n), prompt, tokens, 1.0, 1.0, [])
+        for i, prompt in enumerate(prompts)
+    ]
+    answers = await asyncio.gather(*(engine.generate(each, lambda sampled: None) for each in asked))
+
+    gaps = []
+    for prompt, sampled in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            logp = policy(sequence_pack([*prompt.tolist(), *sampled.token_ids]).to(policy.device)).logp
+        gaps.append(np.abs(logp[len(prompt) :].float().cpu().numpy() - np.array(sampled.logp)))
+    gap = np.concatenate(gaps)
+    figures = {"mean": gap.mean(), "root_mean_square": np.sqrt((gap**2).mean()), "largest": gap.max()}
+    return {"tokens": len(gap)} | {name: float(value) for name, value in figures.items()}
 
 
 async def _generate(engine: Any, ids: itertools.count[int]) -> None:

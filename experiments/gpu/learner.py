@@ -258,7 +258,7 @@ def _bare(config: Config, model: Path, device: str) -> Step:
     loop = _Bare(config, model, device)
 
     def step(batch_part: BatchPart) -> None:
-        made = make_packs(batch_part, config.learner.max_tokens_per_pack, 0)
+        made = make_packs(batch_part, config.learner.pack_tokens(device), 0)
         packs = [pack.with_columns(advantages=torch.randn(pack.tokens)) for pack in made]
         loop.step(loop.prepared(packs), batch_part.loss_tokens)
 

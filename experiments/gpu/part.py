@@ -11,6 +11,7 @@ from typing import Any
 
 PARTS = {
     "tests": ("experiments.gpu.runs:tests", 300),
+    "paths": ("experiments.gpu.runs:paths", 300),
     "learner": ("experiments.gpu.learner:learner", 240),
     "memory": ("experiments.gpu.learner:memory", 120),
     "states": ("experiments.gpu.learner:states", 240),

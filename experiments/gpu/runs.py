@@ -26,12 +26,24 @@ _KEPT = ("eval/accuracy", "time/step", "time/train", "exact/max", "train/loss", 
 _POLL_S = 0.5
 
 
+_LEARNER = ["tests/rl/learner/test_gpu.py", "tests/rollout/generator/test_vllm_gpu.py"]
+_PATHS = [f"tests/rollout/generator/test_{name}.py" for name in ("vllm_paths", "routing_engine", "adapter_engine")]
+
+
 def tests(result: Result, device: str) -> None:
-    """All that are marked `gpu`; without a GPU each of them skips itself."""
+    """The learner's and the engine's that are marked `gpu`; without a GPU each of them skips itself."""
+    _marked(result, _LEARNER)
+
+
+def paths(result: Result, device: str) -> None:
+    """Likewise of what an engine does otherwise on a GPU, of mixtures and of adapters."""
+    _marked(result, _PATHS)
+
+
+def _marked(result: Result, files: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         arguments = ["-o", "addopts=", "-m", "gpu", "-q", "-rA", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        files = ["tests/rl/learner/test_gpu.py", "tests/rollout/generator/test_vllm_gpu.py"]
         code = subprocess.run([sys.executable, "-m", "pytest", *arguments, *files], cwd=_ROOT).returncode
         result.note("exit_code", code)
         suites = list(ElementTree.parse(report).iter("testsuite"))
@@ -71,7 +83,7 @@ def one_gpu(result: Result, device: str) -> None:
 def start(result: Result, device: str) -> None:
     """The first update, eagerly and with graphs, twice each: the second finds what the first has compiled."""
     need_vllm()
-    ways = {"eager": _ONE_EACH, "graphs": [*_ONE_EACH, "generator.options.enforce_eager=false"]}
+    ways = {"eager": [*_ONE_EACH, "generator.options.enforce_eager=true"], "graphs": _ONE_EACH}
     if device == "cpu":
         ways = {"cpu": _ON_CPU}
     with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:

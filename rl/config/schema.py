@@ -153,8 +153,8 @@ class LearnerConfig(Section):
     """Gradients are clipped to this global norm."""
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per batch, which is split by whole groups."""
-    max_tokens_per_pack: int = Field(2048, ge=16)
-    """Tokens of one forward; a longer sample gets a pack of its own."""
+    max_tokens_per_pack: int | None = Field(None, ge=16)
+    """Tokens of one forward; a longer sample gets a pack of its own. null: 8192 on a GPU, 2048 on a CPU."""
     logprob_chunk: int | None = Field(None, ge=1)
     """Tokens per chunk of the log-probability head; null: 256 on a CPU, on a GPU as many as have 1 GiB of logits."""
     attention: Annotated[Literal["auto", "varlen", "flash", "sdpa"], Where("GPUs")] = "auto"
@@ -177,6 +177,10 @@ class LearnerConfig(Section):
     """Newest checkpoints that are kept."""
     batch_deadline_s: float = Field(900.0, gt=0)
     """Longest wait for a batch while no answer and no episode goes on; then the run stops."""
+
+    def pack_tokens(self, device: str) -> int:
+        """Of one forward. device: `cpu` or `cuda`."""
+        return self.max_tokens_per_pack or (2048 if device == "cpu" else 8192)
 
     @model_validator(mode="after")
     def _ranks_are_shared_evenly(self) -> LearnerConfig:

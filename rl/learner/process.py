@@ -280,6 +280,9 @@ def join_ranks(process: Process) -> DeviceMesh | None:
     backend = "gloo" if run.learner_device == "cpu" else "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=run.config.learner.batch_deadline_s + run.config.timeouts.hang_s)
     store = _meeting_place(process)
+
+    if run.learner_device == "cuda":
+        torch.cuda.set_device(0)  # the only one that it is shown; a mesh would guess
     dist.init_process_group(backend, store=store, rank=process.index, world_size=ranks, timeout=timeout)
     return make_mesh(run.config, run.learner_device, ranks)
 

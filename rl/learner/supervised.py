@@ -147,7 +147,7 @@ class RowsClient(Client):
         part = self._part(
             [self._held_out[row] for row in range(min(len(self._held_out), self.config.eval.tasks))], step
         )
-        packs = make_packs(part, self.config.learner.max_tokens_per_pack, step)
+        packs = make_packs(part, self.config.learner.pack_tokens(self._policy.device.type), step)
         count = int(all_reduce(torch.tensor(max(1, len(packs))), "max"))
         total = torch.zeros((), dtype=torch.float64)
         for pack in pad_packs(packs, count):

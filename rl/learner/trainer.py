@@ -220,9 +220,10 @@ class Trainer:
         Everything in it is of the weights before the first of these steps.
         """
         settings = self.config.learner
+        most = settings.pack_tokens(self.policy.device.type)
         kept = kept_rows(batch_part, self.algorithm)
         packed = [
-            mask_rows(make_packs(part, settings.max_tokens_per_pack, batch_part.step), kept)
+            mask_rows(make_packs(part, most, batch_part.step), kept)
             for part in split_minibatches(batch_part, settings.minibatches)
         ]
         counts = all_reduce(torch.tensor([max(1, len(packs)) for packs in packed]), "max")  # (minibatches,)

@@ -25,7 +25,7 @@ class Teacher:
     def __init__(self, process: Process, score: Score) -> None:
         self._process = process
         self._score = score
-        self._most_tokens = process.config.learner.max_tokens_per_pack
+        self._most_tokens = process.config.learner.pack_tokens(process.run.device)
         self._vocabulary = vocabulary_of(process.run)
         self._waiting: deque[tuple[bytes, ScoreTokens]] = deque()
         self._tokens = 0

@@ -38,8 +38,8 @@ class VllmOptions(Section):
     """Tokens of one KV block, the grain of prefix reuse; null: 32 on CPU, vLLM's default on GPUs."""
     gpu_memory_utilization: Annotated[float, Where("GPUs")] = Field(0.9, gt=0, le=1)
     """Share of a GPU's memory for the engine."""
-    enforce_eager: Annotated[bool, Where("GPUs")] = True
-    """No CUDA graphs."""
+    enforce_eager: Annotated[bool, Where("GPUs")] = False
+    """No CUDA graphs: an engine starts sooner, and samples slower."""
     expert_parallel: Annotated[bool, Where("tensor_parallel above 1")] = False
     """Each rank holds whole experts of a mixture, in the place of a part of each."""
     own_process: bool | None = None

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import Qwen3ForCausalLM
@@ -28,6 +29,7 @@ from rl.models.packed_attention import Kernel, has_varlen
 from rl.models.packing import Pack, make_packs, sequence_pack
 from rl.models.policy import Critic, Policy
 from rl.models.protocol import ModelOptions
+from rl.models.team import make_mesh
 from rl.weights.host.ends import tensors, write
 from rl.weights.host.layout import Manifest
 from rl.wire.page_lock import PageLock
@@ -77,9 +79,9 @@ def gradient_of(policy: Policy) -> Tensor:
     """(parameters,) float32, on the CPU, of a weighted sum of log-probabilities."""
     pack = one_pack().to(policy.device)
     (policy(pack).logp * torch.cos(pack.token_ids)).sum().backward()
-    return torch.cat(
-        [parameter.grad.flatten() for _, parameter in policy.trainable() if parameter.grad is not None]
-    ).cpu()
+    gradients = [parameter.grad for _, parameter in policy.trainable() if parameter.grad is not None]
+    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in gradients]
+    return torch.cat([each.flatten() for each in whole]).cpu()
 
 
 def test_log_probabilities_in_float32_are_those_of_the_cpu(folder: Path) -> None:
@@ -190,6 +192,25 @@ def test_the_head_is_that_of_float64(
     for expected, found in zip(*results, strict=True):
         scale = max(1.0, float(expected.abs().max()))
         torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * scale)
+
+
+def test_a_sharded_model_is_the_whole_one(folder: Path) -> None:
+    """By FSDP over the one rank that is here, with the backends that ranks of a run have."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = make_mesh(load_config(None, ["model.dtype=bfloat16"]), "cuda", 1)
+        assert mesh is not None
+        sharded = Policy.load(folder, mesh, "cuda", ModelOptions(torch.bfloat16))
+        found = gradient_of(sharded)
+        with torch.no_grad():
+            logp = logp_of(sharded)
+            reference = logp_of(policy_on(folder, "cpu", torch.float32))
+    finally:
+        dist.destroy_process_group()
+
+    assert (logp - reference)[one_pack().mask].abs().mean() < 0.1
+    whole = gradient_of(policy_on(folder, "cpu", torch.float32))
+    assert torch.nn.functional.cosine_similarity(found, whole, dim=0) > 0.98
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,8 +15,6 @@ from safetensors.torch import load
 
 from rl.weights.channel import Channel, Piece, Receiver, Sender
 from rl.wire.messages import Version
-from rollout.generator.engines.cpu.unpacked import are_weights_as_loaded
-from rollout.generator.engines.vllm_worker import LoadsWeights
 
 
 class FileSender(Sender):
@@ -69,8 +67,3 @@ class FileReceiver(Receiver):
 
 
 FILES = Channel(FileSender, FileReceiver)
-
-
-class TellsHowItLoads(LoadsWeights):
-    def writes_into_parameters(self) -> bool:
-        return are_weights_as_loaded(self.model_runner)

@@ -36,14 +36,14 @@ class FamilyRig(Rig):
         dtype: str = "float32",
         own_process: bool = False,
         settings: Sequence[str] = (),
+        device: str = "cpu",
         **shape: Any,
     ) -> None:
         """shape: changes of the family's."""
-        self.dtype = dtype
         self.folders = [save_family(family, folder / str(n), seed=n, dtype=dtype, **shape) for n in range(VERSIONS)]
         self.policies = [Policy.load(each) for each in self.folders]
         self.expected = [np.array(probe_logp(policy, PROBE)) for policy in self.policies]
-        super().__init__(tied=False, own_process=own_process, dtype=dtype, settings=settings)
+        super().__init__(tied=False, device=device, dtype=dtype, own_process=own_process, settings=settings)
         for n, policy in enumerate(self.policies):
             rows = {name: rows.clone() for name, rows, _ in policy.export()}
             save_file(rows, self.folder / f"written.{n}")

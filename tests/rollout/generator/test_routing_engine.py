@@ -1,4 +1,7 @@
-"""The column `routed_experts` of the real engine: the experts that each position was routed to, whatever happens."""
+"""The column `routed_experts` of the real engine: the experts that each position was routed to, whatever happens.
+
+On a GPU vLLM tells them itself (`-m gpu`), on a CPU what this project adds to it (`-m families`).
+"""
 
 from __future__ import annotations
 
@@ -19,23 +22,34 @@ from rl.wire.messages import Generate
 from rollout.generator.engines.base import Sampled
 from tests.rl.models.test_routers import own_choices
 from tests.rollout.generator.test_families_engine import FamilyRig
+from tests.rollout.generator.vllm_rig import MAX_NUM_SEQS, ON_A_GPU
 
 pytestmark = pytest.mark.families
 SHAPE: dict[str, Any] = {"num_hidden_layers": 3, "num_experts": 16, "num_experts_per_tok": 4}
+CACHED = 2048  # tokens that the cache holds: four contexts
 PROMPT = [(7 * i * i + 3 * i + 11) % 250 + 3 for i in range(70)]
 
 
 class MixtureRig(FamilyRig):
     """Experts enough that engine and learner in bfloat16 choose differently now and then."""
 
-    def __init__(self, folder: Path, dtype: str, own_process: bool) -> None:
-        super().__init__("qwen3_moe", folder, dtype, own_process, **SHAPE)
+    def __init__(self, folder: Path, dtype: str, own_process: bool, device: str) -> None:
+        per_token = 3 * 2 * 2 * 32 * (4 if dtype == "float32" else 2)  # layers, keys and values, heads, numbers
+        cache = [f"generator.options.kv_cache_bytes={CACHED * per_token}"]
+        super().__init__("qwen3_moe", folder, dtype, own_process, cache, device, **SHAPE)
         column = routed_experts(self.policies[0].model.config.to_dict())
         assert column is not None
         register(column)
 
 
-@pytest.fixture(scope="module", params=[("bfloat16", True), ("float32", False)], ids=["own_process", "own_thread"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("bfloat16", True, "cpu"), id="own_process"),
+        pytest.param(("float32", False, "cpu"), id="own_thread"),
+        pytest.param(("bfloat16", True, "cuda"), id="cuda", marks=ON_A_GPU),
+    ],
+)
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MixtureRig]:
     before = dict(COLUMNS)
     rig = MixtureRig(tmp_path_factory.mktemp("models"), *request.param)
@@ -104,6 +118,20 @@ def test_an_update_leaves_what_was_routed_before(rig: MixtureRig, on_update: str
             is_own(rig, old, ids[:after], found[:after])
         else:
             is_own(rig, rig.n, ids, found)
+
+
+def test_rows_of_requests_that_were_preempted(rig: MixtureRig) -> None:
+    """They are read again from their first token on, and each of their rows is told once."""
+    rig.engine.on_update = "recompute"
+    rig.call(rig.engine._core.rpc("steps_watch"))
+    requests = [
+        rig.request([3 + (7 * i + 5 * j) % 250 for j in range(30)], max_tokens=120) for i in range(MAX_NUM_SEQS)
+    ]
+    results = rig.generate(*requests)
+    (taken,) = rig.call(rig.engine._core.rpc("steps_taken"))
+    assert taken["preempted"], "the cache held all of them"
+    for request, sampled in zip(requests, results, strict=True):
+        is_own(rig, rig.n, request.prompt_ids.tolist() + sampled.token_ids, entries(request, sampled))
 
 
 def test_a_request_that_is_aborted_has_entries_or_says_that_it_has_none(rig: MixtureRig) -> None:

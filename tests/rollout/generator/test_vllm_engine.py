@@ -303,7 +303,7 @@ def test_the_engine_process_dies_with_a_killed_generator(tied_rig: Rig) -> None:
         import asyncio, os
         from rl.wire.run import ProcessContext, RunFile
         from rollout.generator.engines import vllm, vllm_settings
-        vllm_settings._WORKER_EXTENSION = "tests.rollout.generator.file_weights.TellsHowItLoads"
+        vllm_settings._WORKER_EXTENSION = "tests.rollout.generator.watched_worker.Watched"
 
         async def main():
             await vllm.VllmEngine(ProcessContext(RunFile.load({str(rig.folder)!r}), 1, 0)).start()

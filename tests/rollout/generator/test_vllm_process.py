@@ -58,7 +58,7 @@ class Experts:
         self.dtype = dtype
         self.model(0).save_pretrained(folder)
         settings = [f"generator.dtype={dtype}", "generator.max_model_len=512", "generator.max_num_seqs=4"]
-        settings += ["generator.options.enforce_eager=false", "generator.options.own_process=true"]
+        settings += ["generator.options.own_process=true"]
         settings += ["generator.options.kv_cache_bytes=8388608", f"weights.deadline_s={DEADLINE_S[dtype]}"]
         self.run = make_run(*settings, model_folder=folder, device=device)
         entries = [(name, tuple(tensor.shape), dtype) for name, tensor in self.model(0).named_parameters()]

@@ -27,6 +27,7 @@ import torch
 from msgspec.structs import replace
 
 from rl.config.schema import load_config
+from rl.weights.updater import tolerance
 from rl.wire.messages import Generate, Version, WeightStatus
 from rl.wire.run import ProcessContext, RunFile
 from rl.wire.sockets import make_curve_key
@@ -59,8 +60,17 @@ SETTINGS = [
     f"generator.options.kv_cache_bytes={KV_BYTES}",
     "weights.transport=tests.rollout.generator.file_weights:FILES",
     "weights.deadline_s=120",
-    "generator.options.enforce_eager=false",  # a CPU has no CUDA graphs, whatever it says
 ]
+DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+ON_A_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: this machine shows no CUDA device"),
+]
+ON_EACH_DEVICE = [
+    pytest.param("cpu", marks=[pytest.mark.docs, pytest.mark.slow]),
+    pytest.param("cuda", marks=ON_A_GPU),
+]
+"""For a fixture of tests that one body tries on a CPU and shows on a GPU."""
 
 
 class Rig:
@@ -74,6 +84,8 @@ class Rig:
         settings: Sequence[str] = (),
     ) -> None:
         self.tied = tied
+        self.device = device
+        self.dtype = dtype
         self.own_process = own_process
         self.folder = Path(tempfile.mkdtemp(prefix="fresco-vllm-"))
         own = f"generator.options.own_process={str(own_process).lower()}"
@@ -109,7 +121,7 @@ class Rig:
 
         disable_envs_cache()  # an earlier engine's folder of sockets is gone
 
-        vllm_settings._WORKER_EXTENSION = "tests.rollout.generator.file_weights.TellsHowItLoads"
+        vllm_settings._WORKER_EXTENSION = "tests.rollout.generator.watched_worker.Watched"
         self._set_num_threads = torch.set_num_threads
         before = set(psutil.Process().children(recursive=True))
         self.engine = vllm.VllmEngine(ProcessContext(self.run, 0, 0))
@@ -231,6 +243,18 @@ class Rig:
         logp = logp.masked_fill(outside.scatter(-1, order, outside), -torch.inf).log_softmax(-1)
         chosen: np.ndarray = logp.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
         return chosen
+
+    def close(self, *errors: np.ndarray) -> bool:
+        """Whether differences in nats are those of rounding: each of them in float32, their mean in bfloat16."""
+        together = np.concatenate(errors)
+        if self.dtype == "float32":
+            return bool(together.max() < TOLERANCE)
+        return bool(together.mean() < tolerance(self.run.config))
+
+    def agrees(self, requests: Sequence[Generate], results: Sequence[Sampled], **distribution: float) -> bool:
+        """Whether each token has the log-probability that the model of its own version gives it."""
+        pairs = zip(requests, results, strict=True)
+        return self.close(*(self.errors(request, sampled, **distribution) for request, sampled in pairs))
 
     def error(self, request: Generate, sampled: Sampled, **distribution: float) -> float:
         """Largest |difference| to the model of each token's own version, in nats."""

@@ -3,6 +3,7 @@
 A step is four packs of 16 384 tokens, made of samples of 512 to 4 096. The bare loop has the same packs, attention and
 head, and nothing of the learner's own loop. `mfu` counts 6 for each parameter and token, and causal attention; what is
 computed again in backward is not counted. `mfu_computed` counts the head on trained tokens only, as it is computed.
+All are medians of five steps, the optimizer's part included.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from experiments.bench._bare_loop import BareLoop
 from experiments.bench._measuring import batch_part_of, temporary_run
+from experiments.gpu.kernels import profiled
 from experiments.gpu.models import SIZES, save_model, shape_of
 from experiments.gpu.part import Result, Unrun
 from launch.machine import this_machine
@@ -68,21 +70,46 @@ Step = Callable[[BatchPart], None]
 
 
 def learner(result: Result, device: str) -> None:
-    """Each case by itself: one that does not fit leaves the others."""
+    """Each case by itself: one that does not fit leaves the others. The first is profiled as well."""
     with _one_rank(device) as mesh, tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         for size, checkpointing in _CASES[device]:
             model = save_model(size, Path(folder), device)
             config = config_of(size, device, checkpointing)
+            rates: dict[str, dict[str, float]] = {}
             for name in ("fresco", "bare"):
                 case = f"{size} {name}{', activations again' if checkpointing else ''}"
                 _clear(device)
 
-                try:
+                with _if_it_fits(result, case):
                     step = _fresco(config, model, mesh, device) if name == "fresco" else _bare(config, model, device)
-                    result.note(case, _measured(step, size, device, fresh=name == "fresco"))
-                except torch.OutOfMemoryError as error:
-                    result.note(case, {"error": str(error).partition(". ")[0]})
+                    found = _measured(step, size, device)
+                    result.note(case, found)
+                    rates[name] = {kind: found[kind]["tokens_per_s"] for kind in ("repeated", "fresh")}
+                    if (size, checkpointing) == _CASES[device][0]:
+                        _note_profile(result, f"{case}, a pack", step, config, size, device, found)
                 step = None  # type: ignore[assignment]  # its memory is the next one's
+
+            if len(rates) == 2:
+                over = {kind: rate / rates["bare"][kind] for kind, rate in rates["fresco"].items()}
+                result.note(f"{size} fresco over bare, tokens a second", over)
+
+
+def _note_profile(
+    result: Result, case: str, step: Step, config: Config, size: str, device: str, found: dict[str, Any]
+) -> None:
+    batch_part = _batch_part(size, device, 0)
+    packs = len(make_packs(batch_part, config.learner.max_tokens_per_pack, 0))
+    wall_s = found["repeated"]["seconds"]
+    result.note(case, profiled(lambda: _timed(step, batch_part, device), packs, wall_s, device))
+
+
+@contextmanager
+def _if_it_fits(result: Result, case: str) -> Iterator[None]:
+    """What a GPU's memory does not hold is noted so; what comes next is tried."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        result.note(case, {"error": str(error).partition(". ")[0]})
 
 
 def memory(result: Result, device: str) -> None:
@@ -92,17 +119,20 @@ def memory(result: Result, device: str) -> None:
     with _one_rank(device) as mesh, tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         for size, checkpointing in _MEMORY[device]:
             config = config_of(size, device, checkpointing)
+            case = f"{size}{', activations again' if checkpointing else ''}"
+            model = save_model(size, Path(folder), device)
             _clear(device)
-            step = _fresco(config, save_model(size, Path(folder), device), mesh, device)
-            for seed in range(2):
-                step(_batch_part(size, device, seed))
+            with _if_it_fits(result, case):
+                step = _fresco(config, model, mesh, device)
+                for seed in range(2):
+                    step(_batch_part(size, device, seed))
 
-            needs = estimate(config, device, shape_of(size))
-            (rank,) = [need for need in needs if need.what == "learner's GPU"]
-            promised, held = rank.each - rank.parts["CUDA"], torch.cuda.max_memory_allocated()
-            figures = {"promised_gib": promised / 2**30, "held_gib": held / 2**30, "ratio": promised / held}
-            result.note(f"{size}{', activations again' if checkpointing else ''}", figures)
-            del step  # its memory is the next one's
+                needs = estimate(config, device, shape_of(size))
+                (rank,) = [need for need in needs if need.what == "learner's GPU"]
+                promised, held = rank.each - rank.parts["CUDA"], torch.cuda.max_memory_allocated()
+                figures = {"promised_gib": promised / 2**30, "held_gib": held / 2**30, "ratio": promised / held}
+                result.note(case, figures)
+            step = None  # type: ignore[assignment]  # its memory is the next one's
 
 
 def states(result: Result, device: str) -> None:
@@ -137,7 +167,8 @@ def _note_steps(result: Result, device: str, cases: Sequence[tuple[str, str, tup
             model = Path(folder) / size
             if not model.exists():
                 save_model(size, Path(folder), device)
-            result.note(f"{size}, {name}", _with_states(config, model, mesh, size, device) | _promised(own))
+            with _if_it_fits(result, f"{size}, {name}"):
+                result.note(f"{size}, {name}", _with_states(config, model, mesh, size, device) | _promised(own))
 
 
 def _with_states(config: Config, model: Path, mesh: DeviceMesh, size: str, device: str) -> dict[str, Any]:
@@ -249,7 +280,7 @@ def _bare(config: Config, model: Path, device: str) -> Step:
     return step
 
 
-def _measured(step: Step, size: str, device: str, *, fresh: bool) -> dict[str, Any]:
+def _measured(step: Step, size: str, device: str) -> dict[str, Any]:
     """Medians of five steps with lengths that were met before, and of five with new ones."""
     rounds = 5 if device == "cuda" else 1
     shape = shape_of(size)
@@ -258,9 +289,8 @@ def _measured(step: Step, size: str, device: str, *, fresh: bool) -> dict[str, A
     _timed(step, known, device)
     found: dict[str, Any] = {"first_s": time.perf_counter() - begin}
 
-    kinds = {"repeated": itertools.repeat(known, rounds)}
-    if fresh:
-        kinds["fresh"] = (_batch_part(size, device, seed) for seed in range(1, rounds + 1))  # type: ignore[assignment]
+    fresh = [_batch_part(size, device, seed) for seed in range(1, rounds + 1)]
+    kinds: dict[str, Iterable[BatchPart]] = {"repeated": itertools.repeat(known, rounds), "fresh": fresh}
     for kind, batch_parts in kinds.items():
         rates = []
         for batch_part in batch_parts:

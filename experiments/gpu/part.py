@@ -21,6 +21,9 @@ PARTS = {
     "end_to_end": ("experiments.gpu.runs:end_to_end", 240),
     "one_gpu": ("experiments.gpu.runs:one_gpu", 240),
     "start": ("experiments.gpu.runs:start", 300),
+    "curve": ("experiments.gpu.compare:curve", 360),
+    "compare_short": ("experiments.gpu.compare:compare_short", 480),
+    "compare_long": ("experiments.gpu.compare:compare_long", 480),
 }
 """What carries out a part, and its limit in seconds."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,9 @@ from typing import Any
 from experiments.bench.start import one_start
 from experiments.gpu.part import Result, Unrun, need_vllm
 from launch.gpus import visible_gpus
+from launch.machine import this_machine
+from launch.memory import estimate, shape_of
+from rl.wire.run import RunFile
 
 _ROOT = Path(__file__).parents[2]
 _BF16 = ["model.dtype=bfloat16", "generator.dtype=bfloat16", "alarms.exact=50"]
@@ -54,8 +58,7 @@ def one_gpu(result: Result, device: str) -> None:
     if device == "cpu":
         raise Unrun("a CPU has no GPU to share")
     with _PeakMemory() as peak:
-        _run(result, ["math_cpu", "steps=20", *_ONE_EACH, "placement=shared"])
-    result.note("peak_gib", peak.mib / 1024)
+        _run(result, ["math_cpu", "steps=20", *_ONE_EACH, "placement=shared"], peak)
 
 
 def start(result: Result, device: str) -> None:
@@ -72,8 +75,8 @@ def start(result: Result, device: str) -> None:
                 result.note(f"{name}, {time_of}", {"marks_s": begun.marks, "cpu_s": begun.cpu_s})
 
 
-def _run(result: Result, words: list[str]) -> None:
-    """`fresco run` to its end, and what its metrics say of it."""
+def _run(result: Result, words: list[str], peak: _PeakMemory | None = None) -> None:
+    """`fresco run` to its end, what its metrics say of it, and its peak beside the estimate of the preflight."""
     with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         settings = [f"runs={folder}", "name=run", "tracking.wandb=disabled"]
         command = [sys.executable, "-m", "launch.cli", "run", *words, *settings]
@@ -81,6 +84,8 @@ def _run(result: Result, words: list[str]) -> None:
         code = subprocess.run(command, cwd=_ROOT).returncode
         result.note("exit_code", code)
         _note_run(result, Path(folder) / "run")
+        if peak is not None and not code:
+            _note_peak(result, RunFile.load(Path(folder) / "run"), peak)
     if code:
         sys.exit(code)
 
@@ -90,13 +95,26 @@ def _note_run(result: Result, run: Path) -> None:
     if (metrics := run / "metrics.jsonl").exists():
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         result.note("metrics", [{key: row[key] for key in ("step", *_KEPT) if key in row} for row in rows])
+        result.note("largest_difference_nats", max((row.get("exact/max", 0.0) for row in rows), default=0.0))
     if (summary := run / "summary.json").exists():
         told: dict[str, Any] = json.loads(summary.read_text())
         result.note("summary", told)
 
 
+def _note_peak(result: Result, run: RunFile, peak: _PeakMemory) -> None:
+    if not peak.mib:
+        result.note("peak", {"unrun": "nvidia-smi is not there, or says nothing of this GPU's memory"})
+        return
+    assert run.model_folder is not None
+    told = json.loads((run.model_folder / "config.json").read_text())
+    needs = estimate(run.config, run.device, shape_of(run.config, told), this_machine())
+    promised = sum(need.count * need.each for need in needs if need.where == "gpu") / 2**30
+    held = peak.mib / 1024
+    result.note("peak", {"held_gib": held, "promised_gib": promised, "ratio": promised / held})
+
+
 class _PeakMemory:
-    """The most MiB that a GPU had in use, as the driver counts them."""
+    """The most MiB that a GPU had in use, as the driver counts them; 0 without its `nvidia-smi`."""
 
     mib = 0
 
@@ -112,6 +130,6 @@ class _PeakMemory:
 
     def _watch(self) -> None:
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        while not self._stop.wait(_POLL_S):
+        while shutil.which("nvidia-smi") and not self._stop.wait(_POLL_S):
             used = subprocess.run(query, capture_output=True, text=True).stdout.split()
-            self.mib = max(self.mib, *map(int, used), 0)
+            self.mib = max(self.mib, *(int(each) for each in used if each.isdigit()), 0)

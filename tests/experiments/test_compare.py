@@ -240,6 +240,7 @@ def test_fresco_is_told_the_job_and_read_back(tmp_path: Path) -> None:
 
     told = {"time": 5.0, "rollout/reward": 0.5, "rollout/length": 6.0}
     told |= {"time/wait_batch": 3.0, "time/train": 1.0, "time/publish": 0.1}
+    told |= {"version/timeline": 0.0}
     lines = [{"eval/reward": 1.0}, told | {"train/loss": 0.1}, told | {"train/loss": 0.1}]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"train/lo')

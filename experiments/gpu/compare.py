@@ -37,7 +37,7 @@ PACKAGES = ("accelerate", "datasets", "dill", "fsspec", "multiprocess", "pandas"
 PACKAGES += ("trl", "tzdata", "xxhash")
 """What TRL needs beside what Fresco has."""
 _ROOT = Path(__file__).parents[2]
-_PATIENCE_S = 25.0
+_PATIENCE_S = 20.0
 _START_S = 200.0  # until the first batch of a repeat is there
 _LOOK_S = 0.1
 _LOOKED_AT_S = (5, 10, 20)
@@ -47,7 +47,7 @@ _LR = {"addition": 3e-4, "long": 2e-4}  # of both sides: found with the same eff
 _TARGET = {"addition": 0.5, "long": 0.4}
 _SCHEDULE = {"addition": [], "long": ["rollout.max_staleness=8", "generator.on_update=keep"]}
 _SIDES = {"fresco, α = 1": "rollout.alpha=1", "trl": "", "fresco, α = 0": "rollout.alpha=0"}
-_CURVES = {f"α = {alpha}": f"rollout.alpha={alpha}" for alpha in (1, 2, 0)}
+_CURVES = {f"α = {alpha}": f"rollout.alpha={alpha}" for alpha in (1, 0)}
 
 Points = Callable[[Sequence[Row]], list[tuple[float, float]]]
 
@@ -87,7 +87,8 @@ def _compare(result: Result, device: str, task: Task) -> None:
     need_vllm()
     packages = trl_packages()
     (of_trl,) = importlib.metadata.distributions(name="trl", path=[str(packages)])
-    result.note("versions", {"trl": of_trl.version, "vllm": importlib.metadata.version("vllm")})
+    (of_vllm,) = set(importlib.metadata.packages_distributions()["vllm"])  # another one on CPUs
+    result.note("versions", {"trl": of_trl.version, of_vllm: importlib.metadata.version(of_vllm)})
     if device == "cpu":  # a few tokens of a model that has learnt nothing
         brief = {"sft_steps": 2, "sft_batch": 8, "sft_parts": 1, "groups": 2, "group_size": 4}
         task = replace(task, thinking=min(task.thinking, 12), max_tokens=min(task.max_tokens, 32), **brief)  # type: ignore[arg-type]
@@ -163,7 +164,7 @@ def _of_repeat(trainer: ModuleType, job: Job, repeat: int, watch: Watched) -> li
 def _end_learner(watch: Watched, repeat: int) -> None:
     """Of this incarnation."""
     for each in psutil.Process(watch.process.pid).children(recursive=True):
-        words = each.cmdline()
+        words = " ".join(each.cmdline()).split()  # one word where a process has taken a title
         if "rl.learner.process" in words and words[-1] == str(repeat):
             each.kill()
             return
@@ -240,4 +241,5 @@ def pins_of(names: Sequence[str]) -> list[str]:
 def _with(packages: Path) -> dict[str, str]:
     """The environment of TRL's process, whose engine is in the process itself."""
     path = [str(packages), str(_ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return os.environ | own | {"HF_HUB_DISABLE_TELEMETRY": "1"}

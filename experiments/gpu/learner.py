@@ -3,19 +3,19 @@
 A step is four packs of 16 384 tokens, made of samples of 512 to 4 096. The bare loop has the same packs, attention and
 head, and nothing of the learner's own loop. `mfu` counts 6 for each parameter and token, and causal attention; what is
 computed again in backward is not counted. `mfu_computed` counts the head on trained tokens only, as it is computed.
-All are medians of five steps, the optimizer's part included.
+All are medians of five steps with new lengths in each, or of three with the same ones, the optimizer's part included.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from rl.wire.columns import ROUTED_EXPERTS, register, routed_experts
 from rl.wire.messages import BatchPart
 
 _PEAK = 989e12  # of an H100 in bfloat16, dense
-_SAMPLES, _GROUP = 28, 4
+_SAMPLES, _GROUP, _PACKS = 28, 4, 4
 _CASES = {"cuda": [("1.5b", True), ("0.5b", False), ("4b", True)], "cpu": [("tiny", True)]}
 """Size, and whether activations are computed again."""
 _MEMORY = {"cuda": [("0.5b", True), ("0.5b", False), ("1.5b", True), ("1.5b", False)]}
@@ -75,32 +75,24 @@ def learner(result: Result, device: str) -> None:
         for size, checkpointing in _CASES[device]:
             model = save_model(size, Path(folder), device)
             config = config_of(size, device, checkpointing)
-            rates: dict[str, dict[str, float]] = {}
+            rates: dict[str, float] = {}
             for name in ("fresco", "bare"):
                 case = f"{size} {name}{', activations again' if checkpointing else ''}"
                 _clear(device)
 
                 with _if_it_fits(result, case):
                     step = _fresco(config, model, mesh, device) if name == "fresco" else _bare(config, model, device)
-                    found = _measured(step, size, device)
+                    found = _measured(step, size, device, repeated=name == "fresco")
                     result.note(case, found)
-                    rates[name] = {kind: found[kind]["tokens_per_s"] for kind in ("repeated", "fresh")}
+                    rates[name] = found["fresh"]["tokens_per_s"]
                     if (size, checkpointing) == _CASES[device][0]:
-                        _note_profile(result, f"{case}, a pack", step, config, size, device, found)
+                        again, wall_s = _batch_part(size, device, 0), found["fresh"]["seconds"]
+                        work = partial(_timed, step, again, device)
+                        result.note(f"{case}, a pack", profiled(work, _PACKS, wall_s, device))
                 step = None  # type: ignore[assignment]  # its memory is the next one's
 
             if len(rates) == 2:
-                over = {kind: rate / rates["bare"][kind] for kind, rate in rates["fresco"].items()}
-                result.note(f"{size} fresco over bare, tokens a second", over)
-
-
-def _note_profile(
-    result: Result, case: str, step: Step, config: Config, size: str, device: str, found: dict[str, Any]
-) -> None:
-    batch_part = _batch_part(size, device, 0)
-    packs = len(make_packs(batch_part, config.learner.max_tokens_per_pack, 0))
-    wall_s = found["repeated"]["seconds"]
-    result.note(case, profiled(lambda: _timed(step, batch_part, device), packs, wall_s, device))
+                result.note(f"{size} fresco over bare, tokens a second", rates["fresco"] / rates["bare"])
 
 
 @contextmanager
@@ -208,7 +200,7 @@ def _finished(device: str) -> None:
 def config_of(size: str, device: str, checkpointing: bool, overrides: Sequence[str] = ()) -> Config:
     """One rank, in bfloat16 on a GPU."""
     dtype = "bfloat16" if device == "cuda" else "float32"
-    pack = 16384 if device == "cuda" else 256
+    pack = _pack_tokens(device)
     return load_config(
         None,
         [
@@ -225,13 +217,21 @@ def config_of(size: str, device: str, checkpointing: bool, overrides: Sequence[s
     )
 
 
+def _pack_tokens(device: str) -> int:
+    return 16384 if device == "cuda" else 256
+
+
 def _batch_part(size: str, device: str, seed: int) -> BatchPart:
-    """Samples of an eighth to a fourth of a pack, of which an eighth is prompt: four packs together, about."""
+    """Four packs of samples of an eighth to a fourth of a pack, of which an eighth is prompt."""
     longest = 4096 if device == "cuda" else 64
     prompt = longest // 16
     random = np.random.default_rng(seed)
-    answers = random.integers(longest // 8 - prompt, longest - prompt + 1, _SAMPLES).tolist()
-    batch_part = batch_part_of(prompt, answers, _GROUP, shape_of(size).vocabulary, random, shared=False)
+    packs = 0
+    while packs != _PACKS:
+        answers = random.integers(longest // 8 - prompt, longest - prompt + 1, _SAMPLES).tolist()
+        batch_part = batch_part_of(prompt, answers, _GROUP, shape_of(size).vocabulary, random, shared=False)
+        packs = len(make_packs(batch_part, _pack_tokens(device), 0))
+
     if (column := routed_experts(SIZES[size])) is not None:
         register(column)
         layers, chosen = (int(size) for size in column.shape)
@@ -280,17 +280,17 @@ def _bare(config: Config, model: Path, device: str) -> Step:
     return step
 
 
-def _measured(step: Step, size: str, device: str) -> dict[str, Any]:
-    """Medians of five steps with lengths that were met before, and of five with new ones."""
-    rounds = 5 if device == "cuda" else 1
+def _measured(step: Step, size: str, device: str, *, repeated: bool) -> dict[str, Any]:
+    """repeated: also with the lengths of the first step again, which pays for all that is made once."""
     shape = shape_of(size)
     known = _batch_part(size, device, 0)
     begin = time.perf_counter()
     _timed(step, known, device)
     found: dict[str, Any] = {"first_s": time.perf_counter() - begin}
 
-    fresh = [_batch_part(size, device, seed) for seed in range(1, rounds + 1)]
-    kinds: dict[str, Iterable[BatchPart]] = {"repeated": itertools.repeat(known, rounds), "fresh": fresh}
+    same, new = (3, 5) if device == "cuda" else (1, 1)
+    fresh = [_batch_part(size, device, seed) for seed in range(1, new + 1)]
+    kinds = {"repeated": [known] * same, "fresh": fresh} if repeated else {"fresh": fresh}
     for kind, batch_parts in kinds.items():
         rates = []
         for batch_part in batch_parts:

@@ -11,7 +11,7 @@ from typing import Any
 
 PARTS = {
     "tests": ("experiments.gpu.runs:tests", 300),
-    "learner": ("experiments.gpu.learner:learner", 240),
+    "learner": ("experiments.gpu.learner:learner", 360),
     "memory": ("experiments.gpu.learner:memory", 120),
     "states": ("experiments.gpu.learner:states", 240),
     "kinds": ("experiments.gpu.learner:kinds", 240),

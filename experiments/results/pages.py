@@ -146,20 +146,22 @@ def told(row: Row) -> tuple[str, str]:
 
 
 def told_anew(row: Row, before: str) -> tuple[str, str, str]:
-    """The earlier figure, and then as `told`: `unrun` where the row's file is not there, or has not got that far."""
+    """The earlier figure, and then as `told`: `unrun` where the row's file is not there, has not got that far, or says
+    that a case failed."""
     earlier = told(Row(row.what, row.before, row.command, before))[0] if row.before else "–"
     found = content(row.file) if (RESULTS / row.file).exists() else {"unrun": ""}
-    if "unrun" in found or (found.keys() & {"failed", "ended_after_s"} and not _is_there(row)):
+    if "unrun" in found:
         return earlier, UNRUN, ""
-    return earlier, *told(row)
 
-
-def _is_there(row: Row) -> bool:
+    lacks = found.keys() & {"failed", "ended_after_s"} or any(
+        "error" in case for case in found.values() if isinstance(case, dict)
+    )
     try:
-        told(row)
+        return earlier, *told(row)
     except ValueError:
-        return False
-    return True
+        if not lacks:
+            raise
+        return earlier, UNRUN, ""
 
 
 def _machine(said: Any) -> str:

@@ -1,10 +1,12 @@
 """What a machine with a GPU, torch and transformers, but without vLLM and a registry lacks: some 60 MiB in a folder.
 
-There `bash FOLDER/go.sh --minutes 10 [PART …]` unpacks it once and runs `python -m experiments.gpu`. `FOLDER-trl` has
-what a comparison with TRL needs besides, a few MiB, and the same `go.sh`: it travels with FOLDER or after it. vLLM's
-libraries keep the machine code of one architecture (ARCH, 90: H100 and H200); the rest becomes zeros, which compress to
-nothing. They are built against torch's stable ABI, so another torch than vLLM's own may load them. It needs binutils
-here.
+There `bash FOLDER/go.sh --minutes 10 [PART …]` unpacks it once and runs `python -m experiments.gpu`. The folder
+`FOLDER-trl` beside it has some MiB more for a comparison with TRL. It has the same script, and travels with FOLDER or
+after it.
+
+vLLM's libraries keep the machine code of one architecture (ARCH, 90: H100 and H200); the rest becomes zeros, which
+compress to nothing. They are built against torch's stable ABI, so another torch than vLLM's own may load them. It needs
+binutils here.
 """
 
 from __future__ import annotations

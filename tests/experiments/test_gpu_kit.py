@@ -9,6 +9,7 @@ import struct
 import subprocess
 import tarfile
 import time
+import tomllib
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,13 @@ def test_a_bundle_unpacks_itself_and_measures(tmp_path: Path) -> None:
         for name in ("fresco", "site", "cache"):
             (tmp_path / f"{name}.tar.gz").unlink(missing_ok=True)
     assert (kit_folder / "trl" / "trl").exists() and (kit_folder / "cache" / "model").exists()
+
+
+def test_nothing_that_fresco_imports_is_left_behind() -> None:
+    project = tomllib.loads((bundle._ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[<>=]", each)[0] for each in project["dependencies"]}
+    carried = {line.partition("==")[0] for line in bundle._LIST.read_text().splitlines()}
+    assert needed - carried - set(bundle.PRESENT) == {"wandb"}, "which is imported only where it is used"
 
 
 def test_what_is_carried_is_pinned() -> None:

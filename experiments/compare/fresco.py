@@ -18,6 +18,7 @@ ON_GPU = {
     "generator.dtype": "bfloat16",
     "generator.max_num_seqs": 256,
     "generator.options.enforce_eager": "false",
+    "generator.options.gpu_memory_utilization": 0.5,  # so much must be free when vLLM begins; its cache has its bytes
     "learner.max_tokens_per_pack": 16384,
 }
 """Engine and rank on one GPU, with CUDA graphs, as the other side has them; all that is open is decoded at once."""

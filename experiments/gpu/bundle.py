@@ -25,7 +25,7 @@ from pathlib import Path
 
 from experiments.compare.start_model import ensure_start_model
 from experiments.compare.tasks import TASKS
-from experiments.gpu.compare import pins_of
+from experiments.gpu.compare import SITE, pins_of
 from launch.prepare import prepare
 from rl.config.recipes import find_recipe
 from rl.config.schema import load_config
@@ -72,7 +72,7 @@ for archive in "$here"/*.tar.gz; do
     fi
 done
 export PYTHONPATH="$kit/fresco:$kit/site" FRESCO_CACHE="$kit/cache" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-export FRESCO_TRL="$kit/trl"
+export FRESCO_TRL="$kit/trl/site-packages"
 export VLLM_USE_FLASHINFER_SAMPLER=0  # FlashInfer is not carried, and vLLM asks for it when it makes its sampler
 cd "$kit/fresco"
 exec python3 -m experiments.gpu --out "${OUT:-$kit/results}" "$@"
@@ -106,7 +106,7 @@ def _make_trl(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="fresco-bundle-") as name:
         _pip("install", "--no-compile", "--target", name, *pins_of(_TRL))
-        archive(out / "trl.tar.gz", {each.name: each for each in Path(name).iterdir()})
+        archive(out / "trl.tar.gz", {SITE: Path(name)})
     _archive_models(out / "cache-trl.tar.gz", *map(ensure_start_model, TASKS.values()))
     _told(out)
 

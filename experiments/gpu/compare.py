@@ -36,6 +36,8 @@ from rl.store.made_once import cache_folder, digest, made_once
 PACKAGES = ("accelerate", "datasets", "dill", "fsspec", "multiprocess", "pandas", "pyarrow", "python-dateutil")
 PACKAGES += ("trl", "tzdata", "xxhash")
 """What TRL needs beside what Fresco has."""
+SITE = "site-packages"
+"""The name of their folder: in another one dill, by which `datasets` tells data apart, takes them for data as well."""
 _ROOT = Path(__file__).parents[2]
 _PATIENCE_S = 20.0
 _START_S = 200.0  # until the first batch of a repeat is there
@@ -165,7 +167,7 @@ def _end_learner(watch: Watched, repeat: int) -> None:
     """Of this incarnation."""
     for each in psutil.Process(watch.process.pid).children(recursive=True):
         words = " ".join(each.cmdline()).split()  # one word where a process has taken a title
-        if "rl.learner.process" in words and words[-1] == str(repeat):
+        if "-m rl.learner.process" in " ".join(words) and words[-1] == str(repeat):
             each.kill()
             return
     watch.fail(f"there is no learner of repeat {repeat}")
@@ -224,10 +226,11 @@ def trl_packages() -> Path:
     pins = pins_of(PACKAGES)
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", *pins, "--target"]
     try:
-        return made_once(
+        folder = made_once(
             cache_folder() / f"trl-{digest(' '.join(pins))}",
-            lambda draft: subprocess.run([*install, str(draft)], check=True),
+            lambda draft: subprocess.run([*install, str(draft / SITE)], check=True),
         )
+        return folder / SITE
     except subprocess.CalledProcessError:
         raise Unrun("TRL could not be installed; --bundle FOLDER makes what an offline machine lacks") from None
 

@@ -22,7 +22,8 @@ from rl.wire.run import RunFile
 
 _ROOT = Path(__file__).parents[2]
 _BF16 = ["model.dtype=bfloat16", "generator.dtype=bfloat16", "alarms.exact=50"]
-_ONE_EACH = ["generator.count=1", "learner.ranks=1", "device=cuda", *_BF16]
+_SHARE = "generator.options.gpu_memory_utilization=0.5"  # so much must be free when vLLM begins beside a learner
+_ONE_EACH = ["generator.count=1", "learner.ranks=1", "device=cuda", _SHARE, *_BF16]
 _SMALL = ["steps=1", "eval.tasks=4", "rollout.groups_per_batch=2", "model.warm_start.demonstrations=0"]
 _ON_CPU = [*_SMALL, "rollout.group_size=2", "generator.count=1", "learner.ranks=1", "generator.max_num_seqs=8"]
 _KEPT = ("eval/accuracy", "time/step", "time/train", "exact/max", "train/loss")

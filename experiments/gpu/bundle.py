@@ -50,8 +50,8 @@ _LEFT_OUT = re.compile(
     r"\.so$|^vllm/vllm-rs|third_party/(fmha_sm100|deep_gemm)|kernels/helion/configs|fused_moe/configs|\.jpg$|swagger-ui"
 )
 
-PRESENT = ("filelock", "huggingface_hub", "jinja2", "matplotlib", "msgpack", "numpy", "psutil", "pyarrow", "pyyaml")
-PRESENT += ("rich", "safetensors", "tokenizers", "torch", "transformers", "xxhash")
+PRESENT: tuple[str, ...] = ("filelock", "huggingface_hub", "jinja2", "matplotlib", "msgpack", "numpy", "psutil")
+PRESENT += ("pyarrow", "pyyaml", "rich", "safetensors", "tokenizers", "torch", "transformers", "xxhash")
 """Of what Fresco needs: what such a machine has."""
 _TRL = ("datasets", "dill", "fsspec", "multiprocess", "trl", "xxhash")
 """Of what TRL needs: the machine has the rest, which is large."""

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,8 +34,8 @@ from experiments.compare.tasks import TASKS, Task, job_of
 from experiments.gpu.part import Result, Unrun, need_vllm
 from rl.store.made_once import cache_folder, digest, made_once
 
-PACKAGES = ("accelerate", "datasets", "dill", "fsspec", "multiprocess", "pandas", "pyarrow", "python-dateutil")
-PACKAGES += ("trl", "tzdata", "xxhash")
+PACKAGES: tuple[str, ...] = ("accelerate", "datasets", "dill", "fsspec", "multiprocess", "pandas", "pyarrow")
+PACKAGES += ("python-dateutil", "trl", "tzdata", "xxhash")
 """What TRL needs beside what Fresco has."""
 SITE = "site-packages"
 """The name of their folder: in another one dill, by which `datasets` tells data apart, takes them for data as well."""
@@ -47,7 +48,6 @@ _MORE = 100  # steps: a run of Fresco's that has made all of them would end befo
 
 _LR = {"addition": 3e-4, "long": 2e-4}  # of both sides: found with the same effort, on CPUs
 _TARGET = {"addition": 0.5, "long": 0.4}
-_SCHEDULE = {"addition": [], "long": ["rollout.max_staleness=8", "generator.on_update=keep"]}
 _SIDES = {"fresco, α = 1": "rollout.alpha=1", "trl": "", "fresco, α = 0": "rollout.alpha=0"}
 _CURVES = {f"α = {alpha}": f"rollout.alpha={alpha}" for alpha in (1, 0)}
 
@@ -67,7 +67,7 @@ def compare_long(result: Result, device: str) -> None:
 def curve(result: Result, device: str) -> None:
     """Held-out accuracy on arithmetic over seconds."""
     need_vllm()
-    steps, every, tasks = (60, 4, 256) if device == "cuda" else (4, 2, 4)
+    steps = 60 if device == "cuda" else 4
     for name, alpha in _CURVES.items():
         with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
             no_path = Path()  # model and questions are the recipe's own
@@ -75,13 +75,17 @@ def curve(result: Result, device: str) -> None:
             job = Job(Path(folder) / "run", no_path, no_path, steps=steps, **fields)  # type: ignore[arg-type]
             job = replace(job, repeats=_repeats(device), patience_s=_PATIENCE_S, device=device)
 
-            chosen = {"runs": folder, "name": "run", "steps": steps + _MORE, "tracking.wandb": "disabled"}
-            chosen |= {"generator.count": 1, "learner.ranks": 1, "eval.every": every, "eval.tasks": tasks}
-            chosen |= fresco.ON_GPU if device == "cuda" else {"rollout.groups_per_batch": 2}
+            chosen: dict[str, object] = {"runs": folder, "name": "run", "steps": steps + _MORE}
+            chosen |= {"generator.count": 1, "learner.ranks": 1, "tracking.wandb": "disabled"}
+            if device == "cuda":
+                chosen |= fresco.ON_GPU | {"eval.every": 4, "eval.tasks": 256}
+            else:
+                chosen |= {"eval.every": 2, "eval.tasks": 4, "rollout.groups_per_batch": 2}
+
             settings = [f"{key}={value}" for key, value in chosen.items()]
             command = [sys.executable, "-m", "launch.cli", "run", fresco.RECIPE, *settings, alpha]
-            metrics = job.folder / "metrics.jsonl"
-            _repeated(result, name, fresco, job, command, os.environ, lambda rows, path=metrics: held_out(path, rows))
+            points = partial(held_out, job.folder / "metrics.jsonl")
+            _repeated(result, name, fresco, job, command, os.environ, points)
 
 
 def _compare(result: Result, device: str, task: Task) -> None:
@@ -91,33 +95,41 @@ def _compare(result: Result, device: str, task: Task) -> None:
     (of_trl,) = importlib.metadata.distributions(name="trl", path=[str(packages)])
     (of_vllm,) = set(importlib.metadata.packages_distributions()["vllm"])  # another one on CPUs
     result.note("versions", {"trl": of_trl.version, of_vllm: importlib.metadata.version(of_vllm)})
+
     if device == "cpu":  # a few tokens of a model that has learnt nothing
-        brief = {"sft_steps": 2, "sft_batch": 8, "sft_parts": 1, "groups": 2, "group_size": 4}
-        task = replace(task, thinking=min(task.thinking, 12), max_tokens=min(task.max_tokens, 32), **brief)  # type: ignore[arg-type]
+        task = replace(task, thinking=min(task.thinking, 12), max_tokens=min(task.max_tokens, 32))
+        task = replace(task, sft_steps=2, sft_batch=8, sft_parts=1, groups=2, group_size=4)
     model = ensure_start_model(task)
 
     failed = False
     for name, alpha in _SIDES.items():
         with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
-            steps, target = (150, _TARGET[task.name]) if device == "cuda" else (WINDOW, 1.0)
-            job = job_of(task, Path(folder) / "run", model, 0, lr=_LR[task.name], steps=steps)
-            job = replace(job, repeats=_repeats(device), target=target, patience_s=_PATIENCE_S, device=device)
-
             try:
-                if alpha:
-                    words = [*_SCHEDULE[task.name], f"steps={steps + _MORE}", alpha]
-                    command = [*fresco.command(job, sys.executable), *words]
-                    _repeated(result, name, fresco, job, command, os.environ)
-                else:
-                    job = replace(job, rows_at_once=task.groups * task.group_size)  # one forward holds all
-                    _repeated(result, name, trl, job, trl.command(job, sys.executable), _with(packages))
+                _side(result, name, alpha, _job(Path(folder) / "run", task, model, device), packages)
             except SystemExit as why:
                 if isinstance(why.code, int):
                     raise  # this part is told to end
                 failed = True
                 result.note(f"{name}, error", str(why)[-2000:])
+
     if failed:
         sys.exit(1)
+
+
+def _job(folder: Path, task: Task, model: Path, device: str) -> Job:
+    job = job_of(task, folder, model, 0, lr=_LR[task.name], steps=150 if device == "cuda" else WINDOW)
+    target = _TARGET[task.name] if device == "cuda" else 1.0
+    return replace(job, repeats=_repeats(device), target=target, patience_s=_PATIENCE_S, device=device)
+
+
+def _side(result: Result, name: str, alpha: str, job: Job, packages: Path) -> None:
+    """alpha: the setting of Fresco's; empty: it is TRL's turn."""
+    if alpha:
+        command = [*fresco.command(job, sys.executable), f"steps={job.steps + _MORE}", alpha]
+        _repeated(result, name, fresco, job, command, os.environ)
+    else:
+        job = replace(job, rows_at_once=job.groups * job.group_size)  # one forward holds all
+        _repeated(result, name, trl, job, trl.command(job, sys.executable), _with(packages))
 
 
 def _repeats(device: str) -> int:
@@ -136,12 +148,14 @@ def _repeated(
     """Note every repeat as soon as it is over. Raises SystemExit where one fails."""
     points = points or _scores
     told: list[dict[str, Any]] = []
+
     with watched(command, job.folder.with_suffix(".log"), environment) as watch:
         since = watch.origin
         for repeat in range(job.repeats):
             rows = _of_repeat(trainer, job, repeat, watch)
             if trainer is fresco and repeat + 1 < job.repeats:
                 _end_learner(watch, repeat)
+
             told.append(_told(job, rows) | {"start_s": began(rows) - since, "points": points(rows)})
             result.note(name, {"repeats": told} | summary(told))
             since = rows[-1].time
@@ -210,9 +224,9 @@ def _scores(rows: Sequence[Row]) -> list[tuple[float, float]]:
 
 def held_out(metrics: Path, rows: Sequence[Row]) -> list[tuple[float, float]]:
     """(seconds, held-out accuracy) of a repeat with these training rows."""
-    begin, end = began(rows), rows[-1].time
+    begin = began(rows)
     told = [json.loads(line) for line in metrics.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    found = [row for row in told if "eval/accuracy" in row and row["step"] > 0 and begin < row["time"] <= end]
+    found = [row for row in told if "eval/accuracy" in row and row["step"] > 0 and begin < row["time"] <= rows[-1].time]
     return [(round(row["time"] - begin, 2), round(row["eval/accuracy"], 4)) for row in found]
 
 

@@ -86,9 +86,9 @@ def learner(result: Result, device: str) -> None:
                     result.note(case, found)
                     rates[name] = found["fresh"]["tokens_per_s"]
                     if (size, checkpointing) == _CASES[device][0]:
-                        again, wall_s = _batch_part(size, device, 0), found["fresh"]["seconds"]
-                        work = partial(_timed, step, again, device)
-                        result.note(f"{case}, a pack", profiled(work, _PACKS, wall_s, device))
+                        work = partial(_timed, step, _batch_part(size, device, 0), device)
+                        pack = profiled(work, _PACKS, found["fresh"]["seconds"], device)
+                        result.note(f"{case}, a pack", pack)
                 step = None  # type: ignore[assignment]  # its memory is the next one's
 
             if len(rates) == 2:
@@ -288,9 +288,9 @@ def _measured(step: Step, size: str, device: str, *, repeated: bool) -> dict[str
     _timed(step, known, device)
     found: dict[str, Any] = {"first_s": time.perf_counter() - begin}
 
-    same, new = (3, 5) if device == "cuda" else (1, 1)
-    fresh = [_batch_part(size, device, seed) for seed in range(1, new + 1)]
-    kinds = {"repeated": [known] * same, "fresh": fresh} if repeated else {"fresh": fresh}
+    rounds = 5 if device == "cuda" else 1
+    kinds = {"repeated": [known] * min(3, rounds)} if repeated else {}
+    kinds["fresh"] = [_batch_part(size, device, seed) for seed in range(1, rounds + 1)]
     for kind, batch_parts in kinds.items():
         rates = []
         for batch_part in batch_parts:

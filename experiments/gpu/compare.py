@@ -259,4 +259,4 @@ def _with(packages: Path) -> dict[str, str]:
     """The environment of TRL's process, whose engine is in the process itself."""
     path = [str(packages), str(_ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    return os.environ | own | {"HF_HUB_DISABLE_TELEMETRY": "1"}
+    return os.environ | own | {"HF_HUB_DISABLE_TELEMETRY": "1", "VLLM_NO_USAGE_STATS": "1"}

@@ -7,6 +7,7 @@ import os
 import re
 import struct
 import subprocess
+import sys
 import tarfile
 import time
 import tomllib
@@ -203,20 +204,21 @@ def test_what_is_left_out_of_vllm(tmp_path: Path) -> None:
 
 def test_a_bundle_unpacks_itself_and_measures(tmp_path: Path) -> None:
     """With this checkout, and a Python that says what it is asked and where it looks for modules."""
-    bundle.archive_checkout(tmp_path / "fresco.tar.gz")
+    bundle.archive_checkout(tmp_path / "fresco.tar.xz")
     for name in ("site", "cache"):
         (tmp_path / name).mkdir()
-        bundle.archive(tmp_path / f"{name}.tar.gz", {"own": tmp_path / name})
+        bundle.archive(tmp_path / f"{name}.tar.xz", {"own": tmp_path / name})
     (tmp_path / "go.sh").write_text(bundle._GO)
-    (tmp_path / "python3").write_text('#!/bin/sh\necho "$PWD $PYTHONPATH $*"\n')
+    stand_in = f'#!/bin/sh\n[ "$2" != tarfile ] || exec {sys.executable} "$@"\necho "$PWD $PYTHONPATH $*"\n'
+    (tmp_path / "python3").write_text(stand_in)
     (tmp_path / "python3").chmod(0o755)
-    with tarfile.open(tmp_path / "fresco.tar.gz") as file:
+    with tarfile.open(tmp_path / "fresco.tar.xz") as file:
         assert {"experiments/gpu/__main__.py", "tests/rl/learner/test_gpu.py"} <= set(file.getnames())
 
     trl = tmp_path / "bundle-trl"
     trl.mkdir()
-    bundle.archive(trl / "trl.tar.gz", {"trl": tmp_path / "site"})
-    bundle.archive(trl / "cache-trl.tar.gz", {"model": tmp_path / "cache"})
+    bundle.archive(trl / "trl.tar.xz", {"trl": tmp_path / "site"})
+    bundle.archive(trl / "cache-trl.tar.xz", {"model": tmp_path / "cache"})
     (trl / "go.sh").write_text(bundle._GO)
 
     kit_folder = tmp_path / "kit"
@@ -227,7 +229,7 @@ def test_a_bundle_unpacks_itself_and_measures(tmp_path: Path) -> None:
         asked = f"{kit_folder}/fresco {kit_folder}/fresco:{kit_folder}/site -m experiments.gpu --out /results"
         assert said == f"{asked} --minutes 4 learner\n"
         for name in ("fresco", "site", "cache"):
-            (tmp_path / f"{name}.tar.gz").unlink(missing_ok=True)
+            (tmp_path / f"{name}.tar.xz").unlink(missing_ok=True)
     assert (kit_folder / "trl" / "trl").exists() and (kit_folder / "cache" / "model").exists()
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import psutil
 
 from experiments.bench._processes import Watched, watched
@@ -32,6 +33,7 @@ from experiments.compare.job import WINDOW, Job, Row, began, has_ended, reached_
 from experiments.compare.start_model import ensure_start_model
 from experiments.compare.tasks import TASKS, Task, job_of
 from experiments.gpu.part import Result, Unrun, need_vllm
+from rl.learner.changes import CHANGES, Change
 from rl.store.made_once import cache_folder, digest, made_once
 
 PACKAGES: tuple[str, ...] = ("accelerate", "datasets", "dill", "fsspec", "multiprocess", "pandas", "pyarrow")
@@ -93,8 +95,7 @@ def _compare(result: Result, device: str, task: Task) -> None:
     need_vllm()
     packages = trl_packages()
     (of_trl,) = importlib.metadata.distributions(name="trl", path=[str(packages)])
-    (of_vllm,) = set(importlib.metadata.packages_distributions()["vllm"])  # another one on CPUs
-    result.note("versions", {"trl": of_trl.version, of_vllm: importlib.metadata.version(of_vllm)})
+    result.note("trl_version", of_trl.version)
 
     if device == "cpu":  # a few tokens of a model that has learnt nothing
         task = replace(task, thinking=min(task.thinking, 12), max_tokens=min(task.max_tokens, 32))
@@ -154,7 +155,7 @@ def _repeated(
         for repeat in range(job.repeats):
             rows = _of_repeat(trainer, job, repeat, watch)
             if trainer is fresco and repeat + 1 < job.repeats:
-                _end_learner(watch, repeat)
+                _begin_anew(job, watch, repeat)
 
             told.append(_told(job, rows) | {"start_s": began(rows) - since, "points": points(rows)})
             result.note(name, {"repeats": told} | summary(told))
@@ -177,8 +178,13 @@ def _of_repeat(trainer: ModuleType, job: Job, repeat: int, watch: Watched) -> li
         time.sleep(_LOOK_S)
 
 
-def _end_learner(watch: Watched, repeat: int) -> None:
-    """Of this incarnation."""
+def _begin_anew(job: Job, watch: Watched, repeat: int) -> None:
+    """End the learner of this incarnation. Its successor finds an undo that was begun, to the start model: it publishes
+    that in a new timeline, and all that was sampled later is void. Else it would train the same batches again."""
+    undo = Change(0, repeat + 1, undo=0)
+    with (job.folder / CHANGES).open("ab") as file:
+        file.write(msgspec.json.encode(undo) + b"\n")
+
     for each in psutil.Process(watch.process.pid).children(recursive=True):
         words = " ".join(each.cmdline()).split()  # one word where a process has taken a title
         if "-m rl.learner.process" in " ".join(words) and words[-1] == str(repeat):
@@ -241,7 +247,7 @@ def trl_packages() -> Path:
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", *pins, "--target"]
     try:
         folder = made_once(
-            cache_folder() / f"trl-{digest(' '.join(pins))}",
+            cache_folder() / f"trl-{digest(' '.join([SITE, *pins]))}",
             lambda draft: subprocess.run([*install, str(draft / SITE)], check=True),
         )
         return folder / SITE

@@ -1,4 +1,4 @@
-"""What a machine with a GPU, torch and transformers, but without vLLM and a registry lacks: some 60 MiB in a folder.
+"""What a machine with a GPU, torch and transformers, but without vLLM and a registry lacks: some 50 MiB in a folder.
 
 There `bash FOLDER/go.sh --minutes 10 [PART …]` unpacks it once and runs `python -m experiments.gpu`. The folder
 `FOLDER-trl` beside it has some MiB more for a comparison with TRL. It has the same script, and travels with FOLDER or

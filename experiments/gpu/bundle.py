@@ -56,8 +56,6 @@ PRESENT += ("pyarrow", "pyyaml", "rich", "safetensors", "tokenizers", "torch", "
 _TRL = ("datasets", "dill", "fsspec", "multiprocess", "trl", "xxhash")
 """Of what TRL needs: the machine has the rest, which is large."""
 
-_PRESET = 4  # of xz: a fourth smaller than gzip, and two minutes
-
 _FAT, _COMPRESSED, _CUBIN = 0xBA55ED50, 0x8000, 2
 
 _GO = """#!/usr/bin/env bash
@@ -184,7 +182,7 @@ def _section(path: Path) -> tuple[int, int]:
 
 def archive(path: Path, content: dict[str, Path]) -> None:
     """Files and folders, by their names in the archive, without what Python has compiled."""
-    with tarfile.open(path, "w:xz", preset=_PRESET) as file:
+    with tarfile.open(path, "w:xz", preset=4) as file:  # a fourth smaller than by gzip, and two minutes
         for name, each in content.items():
             file.add(each, name, filter=lambda info: None if "__pycache__" in info.name else info)
 

@@ -49,13 +49,12 @@ from experiments.bench._pairs import Pair, pairs_of
 from experiments.bench._processes import free_of_threads, watched
 from experiments.bench._ratios import Idle, Ratio, machine, provenance, ratio_of
 from experiments.compare.fresco import RECIPE
-from experiments.compare.job import Job, Row
+from experiments.compare.job import WINDOW, Job, Row, reached_at
 from experiments.compare.start_model import ensure_start_model
 from experiments.compare.tasks import TASKS, job_of, most_steps
 from rl.store.made_once import cache_folder, digest, to_stderr
 
 _ROOT = Path(__file__).parents[2]
-_WINDOW = 5
 _TUNING_SEED = 1000
 _LOOK_S = 0.5  # rows carry their own time: a look is seldom, because it takes a core from what it looks at
 _AT_MOST = {"addition": 0.5, "long": 0.1}
@@ -120,7 +119,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("trainer", choices=trainers)
     parser.add_argument("--task", choices=sorted(TASKS), default="addition")
     parser.add_argument("--pairs", type=int, default=5, help="seeds, each trained by both sides")
-    parser.add_argument("--target", type=float, default=0.8, help=f"mean accuracy of {_WINDOW} training steps")
+    parser.add_argument("--target", type=float, default=0.8, help=f"mean accuracy of {WINDOW} training steps")
     parser.add_argument("--steps", type=int, default=500, help="at most")
     parser.add_argument("--lr", type=float, default=3e-4, help="of both sides, where nothing is tuned")
     parser.add_argument("--tune", type=float, nargs="*", default=[], metavar="LR")
@@ -204,14 +203,6 @@ def _with_bound(job: Job, outcome: RunResult) -> RunResult:
     return replace(outcome, bound=bound)
 
 
-def reached_at(accuracies: Sequence[float], target: float) -> int | None:
-    """The first step, counted from 1, at which the mean of the last five is at least the target."""
-    for step in range(_WINDOW, len(accuracies) + 1):
-        if statistics.fmean(accuracies[step - _WINDOW : step]) >= target:
-            return step
-    return None
-
-
 def _best(tried: Mapping[float, RunResult], otherwise: float) -> float:
     """The learning rate that got there first; of those that did not, the one with the best end."""
     if not tried:
@@ -221,7 +212,7 @@ def _best(tried: Mapping[float, RunResult], otherwise: float) -> float:
         outcome = tried[lr]
         if outcome.reached is not None:
             return False, outcome.wall_s
-        return True, -statistics.fmean(row.accuracy for row in outcome.rows[-_WINDOW:])
+        return True, -statistics.fmean(row.accuracy for row in outcome.rows[-WINDOW:])
 
     return min(tried, key=order)
 
@@ -230,7 +221,7 @@ def _tell(name: str, seed: int, lr: float, outcome: RunResult) -> None:
     how = f"after {outcome.wall_s:.1f} s, {outcome.reached} steps" if outcome.reached else "not reached"
     if outcome.given_up_s:
         how += f" when it was stopped after {outcome.given_up_s:.0f} s"
-    end = statistics.fmean(row.accuracy for row in outcome.rows[-_WINDOW:])
+    end = statistics.fmean(row.accuracy for row in outcome.rows[-WINDOW:])
     print(f"{name} seed {seed} lr {lr:g}: {how}; {outcome.cpu_s:.0f} CPU s, accuracy {end:.2f}", flush=True)
 
 

@@ -11,6 +11,17 @@ PINS = ""
 RECIPE = "math_cpu"
 _SHORT = 64
 """Tokens of an answer that is there before the next batch is trained."""
+ON_GPU = {
+    "device": "cuda",
+    "placement": "shared",
+    "model.dtype": "bfloat16",
+    "generator.dtype": "bfloat16",
+    "generator.max_num_seqs": 256,
+    "generator.options.enforce_eager": "false",
+    "generator.options.gpu_memory_utilization": 0.5,  # so much must be free when vLLM begins; its cache has its bytes
+    "learner.max_tokens_per_pack": 16384,
+}
+"""Engine and rank on one GPU, with CUDA graphs, as the other side has them; all that is open is decoded at once."""
 
 
 def command(job: Job, python: str) -> list[str]:
@@ -34,13 +45,14 @@ def settings(job: Job) -> list[str]:
         "rollout.groups_per_batch": job.groups,
         "rollout.group_size": job.group_size,
         "generator.count": 1,
-        "generator.max_model_len": job.max_tokens + 32,
+        "generator.max_model_len": job.longest,
         "generator.options.kv_cache_bytes": 1 << 28,
         "learner.ranks": 1,
         "learner.lr": job.lr,
         "learner.max_tokens_per_pack": 2048,
         "tracking.wandb": "disabled",
         **_schedule(job),
+        **(ON_GPU if job.device == "cuda" else {}),
     }
 
     return [f"{key}={value}" for key, value in chosen.items()]
@@ -68,6 +80,7 @@ class _Step(msgspec.Struct):
     wait: float = msgspec.field(name="time/wait_batch")
     train: float = msgspec.field(name="time/train")
     publish: float = msgspec.field(name="time/publish")
+    timeline: float = msgspec.field(name="version/timeline")
 
 
 def rows(job: Job) -> list[Row]:
@@ -82,8 +95,11 @@ def rows(job: Job) -> list[Row]:
             continue  # of an evaluation, or still being written
 
         step = msgspec.json.decode(line, type=_Step)
-        # The first batch's wait is for the engine's start, which belongs to ours.
-        parts = {"wait": step.wait if found else 0.0, "train": step.train, "publish": step.publish}
+        # A learner that begins anew does so from the start model, in a new timeline. Its first batch's wait is for the
+        # start of the engine, or its own, which belongs to ours.
+        repeat = int(step.timeline)
+        begins = not found or found[-1].repeat != repeat
+        parts = {"wait": 0.0 if begins else step.wait, "train": step.train, "publish": step.publish}
         tokens = round(step.length * job.groups * job.group_size)
-        found.append(Row(step.time, step.reward, tokens, parts))
+        found.append(Row(step.time, step.reward, tokens, parts, repeat))
     return found

@@ -1,5 +1,7 @@
 """TRL's GRPOTrainer (https://huggingface.co/docs/trl/grpo_trainer), synchronous, in an environment of its own.
 
+On a GPU vLLM generates, in the same process and on the same GPU ("colocate").
+
 `python -m experiments.compare.trl JOB.json` trains. That part runs in TRL's environment, where nothing of Fresco is
 installed but this folder and the judge of answers can be imported.
 """
@@ -9,15 +11,19 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from envs.math.answers import last_box
-from experiments.compare.job import Job, Row, read_lines
+from experiments.compare.job import Job, Row, has_ended, read_lines
 
 PINS = "requirements/compare_trl.txt"
 _ROWS = "rows.jsonl"
+_SHARE = 0.3
+"""vLLM's share of the GPU's memory, which is TRL's default."""
 
 
 def command(job: Job, python: str) -> list[str]:
@@ -43,7 +49,8 @@ def train(job: Job) -> None:
     transformers: Any = import_module("transformers")
     job.folder.mkdir(parents=True)
 
-    asked = read_lines(job.questions)[: job.steps * job.groups]
+    steps = job.steps * job.repeats
+    asked = read_lines(job.questions)[: steps * job.groups]
     data = datasets.Dataset.from_list(
         [{"prompt": [{"role": "user", "content": each["question"]}], "answer": each["answer"]} for each in asked]
     )
@@ -60,16 +67,15 @@ def train(job: Job) -> None:
         loss_type="grpo",
         learning_rate=job.lr,
         lr_scheduler_type="constant",
-        max_steps=job.steps,
+        max_steps=steps,
         shuffle_dataset=False,
         gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
         seed=job.seed,
         logging_steps=1,
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
+        **_on_device(job),
     )
     trainer = trl.GRPOTrainer(
         model=transformers.AutoModelForCausalLM.from_pretrained(job.model, dtype="float32"),
@@ -82,6 +88,17 @@ def train(job: Job) -> None:
     clock = _clock_generation(trainer)
     trainer.add_callback(_report_to(job, clock, transformers.TrainerCallback)())
     trainer.train()
+
+
+def _on_device(job: Job) -> dict[str, Any]:
+    """The configuration's fields of a device. Weights are float32 everywhere; on a GPU the forward runs in bfloat16."""
+    if job.device == "cpu":
+        return {"bf16": False, "use_cpu": True}
+
+    module: Any = import_module("trl.generation.vllm_generation")
+    module.LLM = partial(module.LLM, dtype="bfloat16")  # TRL does not say, and vLLM's guess is another for float32
+    vllm = {"mode": "colocate", "gpu_memory_utilization": _SHARE, "max_model_length": job.longest}
+    return {"bf16": True, "use_vllm": True} | {f"vllm_{name}": value for name, value in vllm.items()}
 
 
 def _clock_generation(trainer: Any) -> dict[str, float]:
@@ -101,26 +118,41 @@ def _clock_generation(trainer: Any) -> dict[str, float]:
 
 
 def _report_to(job: Job, clock: dict[str, float], base: Any) -> Any:
-    """A callback that writes a row for each step."""
+    """A callback that writes a row for each step, and at the end of a repeat takes the model back to its start."""
 
     class Report(base):  # type: ignore[misc]
         def __init__(self) -> None:
             self.begin = time.perf_counter()
             self.generated = 0.0
+            self.rows: list[Row] = []
+            self.repeat = 0
+
+        def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
+            self.start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.begin = time.perf_counter()
             self.generated = clock["generate"]
 
-        def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
+        def on_log(
+            self, _args: Any, _state: Any, control: Any, logs: dict[str, Any], model: Any, optimizer: Any, **_: Any
+        ) -> None:
             if "reward" not in logs:
                 return
+
             generate = clock["generate"] - self.generated
             parts = {"generate": generate, "train": time.perf_counter() - self.begin - generate}
             tokens = round(logs["completions/mean_length"] * job.groups * job.group_size)
-            row = {"time": time.time(), "accuracy": float(logs["reward"]), "tokens": tokens, "parts": parts}
+            self.rows.append(Row(time.time(), float(logs["reward"]), tokens, parts, self.repeat))
             with (job.folder / _ROWS).open("a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(asdict(self.rows[-1])) + "\n")
+
+            if has_ended(job, self.rows):
+                self.repeat += 1
+                self.rows = []
+                control.should_training_stop = self.repeat >= job.repeats
+                model.load_state_dict(self.start)
+                optimizer.state.clear()
 
     return Report
 

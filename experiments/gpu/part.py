@@ -12,7 +12,7 @@ from typing import Any
 PARTS = {
     "tests": ("experiments.gpu.runs:tests", 300),
     "paths": ("experiments.gpu.runs:paths", 300),
-    "learner": ("experiments.gpu.learner:learner", 240),
+    "learner": ("experiments.gpu.learner:learner", 480),
     "memory": ("experiments.gpu.learner:memory", 120),
     "states": ("experiments.gpu.learner:states", 240),
     "kinds": ("experiments.gpu.learner:kinds", 240),
@@ -22,6 +22,9 @@ PARTS = {
     "end_to_end": ("experiments.gpu.runs:end_to_end", 240),
     "one_gpu": ("experiments.gpu.runs:one_gpu", 480),
     "start": ("experiments.gpu.runs:start", 300),
+    "curve": ("experiments.gpu.compare:curve", 360),
+    "compare_short": ("experiments.gpu.compare:compare_short", 480),
+    "compare_long": ("experiments.gpu.compare:compare_long", 480),
 }
 """What carries out a part, and its limit in seconds."""
 

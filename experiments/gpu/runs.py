@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,10 +17,14 @@ from typing import Any
 from experiments.bench.start import one_start
 from experiments.gpu.part import Result, Unrun, need_vllm
 from launch.gpus import visible_gpus
+from launch.machine import this_machine
+from launch.memory import estimate, shape_of
+from rl.wire.run import RunFile
 
 _ROOT = Path(__file__).parents[2]
 _BF16 = ["model.dtype=bfloat16", "generator.dtype=bfloat16", "alarms.exact=50"]
-_ONE_EACH = ["generator.count=1", "learner.ranks=1", "device=cuda", *_BF16]
+_SHARE = "generator.options.gpu_memory_utilization=0.5"  # so much must be free when vLLM begins beside a learner
+_ONE_EACH = ["generator.count=1", "learner.ranks=1", "device=cuda", _SHARE, *_BF16]
 _SMALL = ["steps=1", "eval.tasks=4", "rollout.groups_per_batch=2", "model.warm_start.demonstrations=0"]
 _ON_CPU = [*_SMALL, "rollout.group_size=2", "generator.count=1", "learner.ranks=1", "generator.max_num_seqs=8"]
 _KEPT = ("eval/accuracy", "time/step", "time/train", "exact/max", "train/loss", "time/take_device", "time/give_device")
@@ -70,11 +75,9 @@ def one_gpu(result: Result, device: str) -> None:
     codes = []
     for way in ways:
         begin = time.monotonic()
-        with _PeakMemory(device) as peak:
-            codes.append(_run(result, ["math_cpu", *settings, f"placement={way}"], f"{way}: "))
+        with _PeakMemory() as peak:
+            codes.append(_run(result, ["math_cpu", *settings, f"placement={way}"], f"{way}: ", peak))
         result.note(f"{way}: seconds", round(time.monotonic() - begin, 1))
-        if device == "cuda":
-            result.note(f"{way}: peak_gib", peak.mib / 1024)
 
     if code := max(codes, key=abs):
         sys.exit(code)
@@ -94,8 +97,9 @@ def start(result: Result, device: str) -> None:
                 result.note(f"{name}, {time_of}", {"marks_s": begun.marks, "cpu_s": begun.cpu_s})
 
 
-def _run(result: Result, words: list[str], before: str = "") -> int:
-    """`fresco run` to its end, and what its metrics say of it; its exit code. before: each name of what is noted."""
+def _run(result: Result, words: list[str], before: str = "", peak: _PeakMemory | None = None) -> int:
+    """`fresco run` to its end, what its metrics say of it, and its peak beside the estimate of the preflight; its exit
+    code. before: each name of what is noted."""
     with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         settings = [f"runs={folder}", "name=run", "tracking.wandb=disabled"]
         command = [sys.executable, "-m", "launch.cli", "run", *words, *settings]
@@ -103,6 +107,8 @@ def _run(result: Result, words: list[str], before: str = "") -> int:
         code = subprocess.run(command, cwd=_ROOT).returncode
         result.note(f"{before}exit_code", code)
         _note_run(result, Path(folder) / "run", before)
+        if peak is not None and not code:
+            _note_peak(result, RunFile.load(Path(folder) / "run"), peak, before)
     return code
 
 
@@ -111,18 +117,31 @@ def _note_run(result: Result, run: Path, before: str) -> None:
     if (metrics := run / "metrics.jsonl").exists():
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         result.note(f"{before}metrics", [{key: row[key] for key in ("step", *_KEPT) if key in row} for row in rows])
+        largest = max((row.get("exact/max", 0.0) for row in rows), default=0.0)
+        result.note(f"{before}largest_difference_nats", largest)
     if (summary := run / "summary.json").exists():
         told: dict[str, Any] = json.loads(summary.read_text())
         result.note(f"{before}summary", told)
 
 
+def _note_peak(result: Result, run: RunFile, peak: _PeakMemory, before: str) -> None:
+    """The estimate is that of both together, or of the larger one where they take turns."""
+    if not peak.mib:
+        result.note(f"{before}peak", {"unrun": "nvidia-smi is not there, or says nothing of this GPU's memory"})
+        return
+    assert run.model_folder is not None
+    told = json.loads((run.model_folder / "config.json").read_text())
+    needs = estimate(run.config, run.device, shape_of(run.config, told), this_machine())
+    together = max if run.config.alternates else sum
+    promised = together(need.count * need.each for need in needs if need.where == "gpu") / 2**30
+    held = peak.mib / 1024
+    result.note(f"{before}peak", {"held_gib": held, "promised_gib": promised, "ratio": promised / held})
+
+
 class _PeakMemory:
-    """The most MiB that a GPU had in use, as the driver counts them."""
+    """The most MiB that a GPU had in use, as the driver counts them; 0 without its `nvidia-smi`."""
 
     mib = 0
-
-    def __init__(self, device: str) -> None:
-        self._device = device
 
     def __enter__(self) -> _PeakMemory:
         self._stop = threading.Event()
@@ -136,6 +155,6 @@ class _PeakMemory:
 
     def _watch(self) -> None:
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        while not self._stop.wait(_POLL_S) and self._device == "cuda":
+        while shutil.which("nvidia-smi") and not self._stop.wait(_POLL_S):
             used = subprocess.run(query, capture_output=True, text=True).stdout.split()
-            self.mib = max(self.mib, *map(int, used), 0)
+            self.mib = max(self.mib, *(int(each) for each in used if each.isdigit()), 0)

@@ -1,7 +1,8 @@
 """How a page of figures is written from the files of this folder.
 
 A figure is a format string over the content of the file. A ratio is told as its median with its spread, and a list as
-its values. A study of `experiments.arms` has `sooner`, `gained`, `goal` and `facts` by the name of its arm.
+its values. A study of `experiments.arms` has `sooner`, `gained`, `goal` and `facts` by the name of its arm. The content
+as a whole is `whole`, for names with a point.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ PAGE = ROOT / "docs" / "results.md"
 README = ROOT / "README.md"
 _USUAL = re.compile(r"\b2(-core | cores, )")
 """What the page says of all machines but one."""
+UNRUN = "unrun"
 BEGIN, END = "<!-- measured: python -m experiments.results -->\n", "<!-- /measured -->"
 
 
@@ -41,12 +43,16 @@ class Row(msgspec.Struct, forbid_unknown_fields=True):
     """Which entry of a list in the file is the content: the one with these values."""
     readme: str = ""
     """What the row is called in the README; empty where it is not there."""
+    before: str = ""
+    """The earlier figure, over the content of the section's `before`."""
 
 
 class Section(msgspec.Struct, forbid_unknown_fields=True):
     title: str
     rows: list[Row]
     about: str = ""
+    before: str = ""
+    """A file of earlier figures. Each has a column, and what has not been measured since is `unrun`."""
 
 
 class Measured(msgspec.Struct, forbid_unknown_fields=True):
@@ -129,7 +135,7 @@ def told(row: Row) -> tuple[str, str]:
     if not row.file:
         return row.figure, "any"
     try:
-        found = content(row.file)
+        found = {**content(row.file), "whole": content(row.file)}
         for name, wanted in row.pick.items():
             (entry,) = [each for each in found[name] if wanted.items() <= each.items()]
             found = {**found, **entry}
@@ -137,6 +143,25 @@ def told(row: Row) -> tuple[str, str]:
         return row.figure.format_map(found), f"{_machine(found['machine'])}, {found['date']}"
     except (KeyError, IndexError, TypeError, ValueError, OSError) as error:
         raise ValueError(f"measured.yaml, {row.what!r}: {error!r}; mend its figure or its file") from error
+
+
+def told_anew(row: Row, before: str) -> tuple[str, str, str]:
+    """The earlier figure, and then as `told`: `unrun` where the row's file is not there, has not got that far, or says
+    that a case failed."""
+    earlier = told(Row(row.what, row.before, row.command, before))[0] if row.before else "–"
+    found = content(row.file) if (RESULTS / row.file).exists() else {"unrun": ""}
+    if "unrun" in found:
+        return earlier, UNRUN, ""
+
+    lacks = found.keys() & {"failed", "ended_after_s"} or any(
+        "error" in case for case in found.values() if isinstance(case, dict)
+    )
+    try:
+        return earlier, *told(row)
+    except ValueError:
+        if not lacks:
+            raise
+        return earlier, UNRUN, ""
 
 
 def _machine(said: Any) -> str:
@@ -156,13 +181,17 @@ def page(measured: Measured) -> str:
         numbers: dict[tuple[str, str], int] = {}  # by the command, and by the machine and date
         rows: list[tuple[str, int, str]] = []
         for row in section.rows:
-            figure, when = told(row)
-            told_once = (row.command, f" {_USUAL.sub('', when)}" if row.file else "")
+            earlier, figure, when = told_anew(row, section.before) if section.before else ("", *told(row))
+            told_once = (row.command, f" {_USUAL.sub('', when)}".rstrip() if row.file else "")
             number = numbers.setdefault(told_once, len(numbers) + 1)
-            linked = f"[{figure}](../experiments/results/{_shown(row.file)})" if row.file else figure
-            rows.append((row.what, number, linked))
+            linked = (
+                f"[{figure}](../experiments/results/{_shown(row.file)})" if row.file and figure != UNRUN else figure
+            )
+            rows.append((row.what, number, f"{earlier} | {linked}" if section.before else linked))
 
         lines = ["| what | measured |", "|---|---|"]
+        if section.before:
+            lines = [f"| what | {content(section.before)['date']} | now |", "|---|---|---|"]
         lines += [f"| {what}{f' ({n})' if len(numbers) > 1 else ''} | {linked} |" for what, n, linked in rows]
         ran = [f"{command}  #{n}{when}" for (command, when), n in numbers.items()]
         block = "\n".join(["<!-- needs: hours -->", "```bash", *ran, "```"])

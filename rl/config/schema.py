@@ -156,7 +156,7 @@ class LearnerConfig(Section):
     max_tokens_per_pack: int | None = Field(None, ge=16)
     """Tokens of one forward; a longer sample gets a pack of its own. null: 8192 on a GPU, 2048 on a CPU."""
     logprob_chunk: int | None = Field(None, ge=1)
-    """Tokens per chunk of the log-probability head; null: 256 on a CPU, on a GPU as many as have 1 GiB of logits."""
+    """Tokens per chunk of the log-probability head; null: 256 on a CPU, on a GPU as many as have 512 MiB of logits."""
     attention: Annotated[Literal["auto", "varlen", "flash", "sdpa"], Where("GPUs")] = "auto"
     """Kernel of the learner's attention; `auto` is torch's `varlen` where the GPU and the dtype allow it."""
     compile: bool = False

@@ -13,7 +13,7 @@ from typing import Any
 from rl.wire.columns import EXPERT_COUNTS
 
 _MASTER = 4  # bytes of a number in float32
-_LOGITS = 1 << 30  # bytes of a chunk's logits on a GPU
+_LOGITS = 1 << 29  # bytes of a chunk's logits on a GPU
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from envs.math.answers import last_box
 from experiments.bench import cores
@@ -21,9 +22,9 @@ from experiments.bench._outcome import RunResult
 from experiments.bench._pairs import Pair, pairs_of
 from experiments.bench._processes import Used, watched
 from experiments.bench._ratios import Idle, machine
-from experiments.bench.compare import _BARE, _ROOT, _best, _code, _options, _report, _settings, _trainer, reached_at
+from experiments.bench.compare import _BARE, _ROOT, _best, _code, _options, _report, _settings, _trainer
 from experiments.compare import fresco, trl
-from experiments.compare.job import Job, Row, read_lines
+from experiments.compare.job import Job, Row, began, has_ended, reached_at, read_lines
 from experiments.compare.tasks import PIECE, TASKS, Task, job_of
 from launch.warm_start.word_tokenizer import build_tokenizer
 from rl.config.schema import load_config
@@ -240,11 +241,75 @@ def test_fresco_is_told_the_job_and_read_back(tmp_path: Path) -> None:
 
     told = {"time": 5.0, "rollout/reward": 0.5, "rollout/length": 6.0}
     told |= {"time/wait_batch": 3.0, "time/train": 1.0, "time/publish": 0.1}
+    told |= {"version/timeline": 0.0}
     lines = [{"eval/reward": 1.0}, told | {"train/loss": 0.1}, told | {"train/loss": 0.1}]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"train/lo')
     first, second = fresco.rows(job(tmp_path))
     assert first.parts["wait"] == 0 and second == Row(5.0, 0.5, 768, {"wait": 3.0, "train": 1.0, "publish": 0.1})
+
+
+def test_on_a_gpu_fresco_shares_it(tmp_path: Path) -> None:
+    words = fresco.command(job(tmp_path, device="cuda"), "python")[5:]
+    config = load_config(EXPERIMENTS / f"{fresco.RECIPE}.yaml", words)
+    assert config.device == "cuda" and config.placement == "shared" and config.generator.dtype == "bfloat16"
+    assert not config.generator.options["enforce_eager"]
+
+
+def timed(*steps: tuple[float, float], repeat: int = 0) -> list[Row]:
+    """(time, accuracy) of steps that each trained for one second."""
+    return [Row(at, accuracy, 10, {"wait": 0.5, "train": 1.0}, repeat) for at, accuracy in steps]
+
+
+def test_a_repeat_ends_at_its_target_its_patience_or_its_last_step(tmp_path: Path) -> None:
+    rows = timed(*((10.0 + n, 0.1 * n) for n in range(7)))
+    assert began(rows) == 9 and not has_ended(job(tmp_path), []) and not has_ended(job(tmp_path), rows)
+    assert has_ended(job(tmp_path, target=0.4), rows) and not has_ended(job(tmp_path, target=0.41), rows)
+    assert has_ended(job(tmp_path, patience_s=6), rows) and not has_ended(job(tmp_path, patience_s=7), rows)
+    assert has_ended(job(tmp_path, steps=7), rows)
+
+
+def test_a_learner_that_begins_anew_is_the_next_repeat(tmp_path: Path) -> None:
+    told = {"rollout/reward": 0.5, "rollout/length": 1.0, "train/loss": 0.1}
+    told |= {"time/wait_batch": 3.0, "time/train": 1.0, "time/publish": 0.1}
+    (tmp_path / "run").mkdir()
+    lines = [json.dumps(told | {"time": n, "version/timeline": float(n // 2)}) + "\n" for n in range(4)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines))
+    found = fresco.rows(job(tmp_path))
+    assert [row.repeat for row in found] == [0, 0, 1, 1] and [row.parts["wait"] for row in found] == [0, 3, 0, 3]
+
+
+class _Told:
+    should_training_stop = False
+
+
+def test_trls_repeats_each_begin_from_the_start_model(tmp_path: Path) -> None:
+    one = job(tmp_path, steps=5, repeats=2)
+    one.folder.mkdir()
+    model = torch.nn.Linear(2, 2)
+    start = [each.detach().clone() for each in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters())
+    clock, told = {"generate": 0.0}, _Told()
+    report = trl._report_to(one, clock, object)()
+    report.on_train_begin(model=model)
+
+    for step in range(10):
+        assert not told.should_training_stop
+        report.on_step_begin()
+        clock["generate"] += 2.0
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert not torch.equal(model.weight, start[0])
+        logs = {"reward": 0.25, "completions/mean_length": 3.0}
+        report.on_log(None, None, told, {"loss": 0.0}, model=model, optimizer=optimizer)
+        report.on_log(None, None, told, logs, model=model, optimizer=optimizer)
+        again = step % 5 == 4
+        assert torch.equal(model.weight, start[0]) == again and bool(optimizer.state) != again
+
+    assert told.should_training_stop
+    rows = trl.rows(one)
+    assert [row.repeat for row in rows] == [0] * 5 + [1] * 5
+    assert all(row.tokens == 384 and row.parts["generate"] == 2 for row in rows)
 
 
 def test_both_sides_judge_alike() -> None:

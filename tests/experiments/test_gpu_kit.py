@@ -7,8 +7,10 @@ import os
 import re
 import struct
 import subprocess
+import sys
 import tarfile
 import time
+import tomllib
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
+from experiments.compare.job import Row
 from experiments.gpu import __main__ as kit
-from experiments.gpu import bundle, part
+from experiments.gpu import bundle, compare, kernels, part
 
 OURS = f"{__name__}:"
 
@@ -33,10 +36,20 @@ def test_the_fast_parts_on_a_cpu(tmp_path: Path) -> None:
     assert kit.main([*parts, "--device", "cpu", "--minutes", "8", "--out", str(tmp_path)]) == 0
 
     case = told(tmp_path, "learner")
-    for name, kinds in (("fresco", ("repeated", "fresh")), ("bare", ("repeated",))):
+    for name, kinds in (("fresco", ("repeated", "fresh")), ("bare", ("fresh",))):
         found = case[f"tiny {name}, activations again"]
         assert all(found[kind]["tokens_per_s"] > 0 and found[kind]["mfu"] > 0 for kind in kinds)
-    assert case["machine"] and case["date"] and case["command"].endswith("learner --device cpu")
+        pack = case[f"tiny {name}, activations again, a pack"]
+        assert sum(pack["shares"].values()) == pytest.approx(1) and pack["shares"]["matrix products"] > 0
+        assert pack["wall_s"] > 0 and pack["busy_s"] > 0
+    ours, bare = (case[f"tiny {name}, activations again"]["fresh"]["tokens_per_s"] for name in ("fresco", "bare"))
+    assert case["tiny fresco over bare, tokens a second"] == pytest.approx(ours / bare)
+    assert (
+        case["machine"]
+        and case["versions"]["torch"]
+        and case["date"]
+        and case["command"].endswith("learner --device cpu")
+    )
     places = told(tmp_path, "states")
     for name in ("device", "host", "host, added up in bfloat16"):
         assert {"gradients_s", "optimizer_s", "promised_host_gib"} <= places[f"tiny, {name}"].keys()
@@ -51,6 +64,68 @@ def test_the_fast_parts_on_a_cpu(tmp_path: Path) -> None:
     (trained,) = (row for row in turns["alternate: metrics"] if "time/train" in row)
     assert trained["time/take_device"] > 0 and trained["time/give_device"] > 0
     assert all((tmp_path / f"{name}.log").exists() for name in parts)
+
+
+@pytest.mark.docs
+def test_a_learning_curve_on_a_cpu_in_engines_that_start_once(tmp_path: Path) -> None:
+    assert kit.main(["curve", "--device", "cpu", "--minutes", "8", "--out", str(tmp_path)]) == 0
+    found = told(tmp_path, "curve")
+    for name in ("α = 1", "α = 0"):
+        first, second = found[name]["repeats"]
+        assert first["steps"] == second["steps"] == 4
+        assert len(first["points"]) >= 1 and all(0 <= score <= 1 for _, score in first["points"])
+        assert second["start_s"] < first["start_s"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_sm90_tst_192x208_64x4_1x1_h_bz_coopB_TNT", "matrix products"),
+        ("cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16", "matrix products"),
+        ("aten::addmm", "matrix products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
+        ("void flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<128", "attention"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native", "optimizer"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>", kernels._LEFT),
+        ("Memcpy DtoD (Device -> Device)", kernels._LEFT),
+        ("aten::mul", kernels._LEFT),
+    ],
+)
+def test_kernels_are_told_apart_by_their_names(kernel: str, kind: str) -> None:
+    assert kernels.kind_of(kernel) == kind
+
+
+def test_repeats_are_summed_up_by_what_was_there_after_some_seconds() -> None:
+    points = [[(1.0, 0.1), (4.9, 0.2), (9.0, 0.4)], [(2.0, 0.3), (9.5, 0.6)], [(3.0, 0.4), (12.0, 0.9)]]
+    told = [{"to_target_s": n or None, "step_s": 1.0 + n, "points": each} for n, each in enumerate(points)]
+    assert compare.summary(told) == {
+        "to_target_s": "–, 1.0, 2.0",
+        "step_s": 2.0,
+        "after_5_s": 0.3,
+        "after_10_s": 0.4,
+        "after_20_s": 0.6,
+    }
+    assert "after_5_s" not in compare.summary([{"to_target_s": None, "step_s": 1.0, "points": [(6.0, 0.5)]}])
+
+
+def test_held_out_scores_are_of_the_repeat_in_which_they_were_won(tmp_path: Path) -> None:
+    rows = [Row(at, 0.5, 1, {"train": 1.0}) for at in (11.0, 20.0)]
+    lines = [(0, 12.0), (2, 9.0), (2, 14.0), (4, 20.0), (6, 21.0)]
+    told = [json.dumps({"step": step, "time": at, "eval/accuracy": at / 100}) for step, at in lines]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*told, '{"step": 4']))
+    assert compare.held_out(tmp_path / "metrics.jsonl", rows) == [(4.0, 0.14), (10.0, 0.2)]
+
+
+def test_trl_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FRESCO_TRL", str(tmp_path))
+    with pytest.raises(part.Unrun, match=r"whose go\.sh unpacks it"):
+        compare.trl_packages()
+    (tmp_path / "trl").mkdir()
+    assert compare.trl_packages() == tmp_path
+    assert compare._with(tmp_path)["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path)
+    assert len(compare.pins_of(compare.PACKAGES)) == len(compare.PACKAGES) and compare.pins_of(["trl"]) == [
+        "trl==1.16.0"
+    ]
 
 
 def slow(result: part.Result, device: str) -> None:
@@ -133,25 +208,40 @@ def test_what_is_left_out_of_vllm(tmp_path: Path) -> None:
 
 def test_a_bundle_unpacks_itself_and_measures(tmp_path: Path) -> None:
     """With this checkout, and a Python that says what it is asked and where it looks for modules."""
-    bundle.archive_checkout(tmp_path / "fresco.tar.gz")
+    bundle.archive_checkout(tmp_path / "fresco.tar.xz")
     for name in ("site", "cache"):
         (tmp_path / name).mkdir()
-        bundle.archive(tmp_path / f"{name}.tar.gz", {"own": tmp_path / name})
+        bundle.archive(tmp_path / f"{name}.tar.xz", {"own": tmp_path / name})
     (tmp_path / "go.sh").write_text(bundle._GO)
-    (tmp_path / "python3").write_text('#!/bin/sh\necho "$PWD $PYTHONPATH $*"\n')
+    stand_in = f'#!/bin/sh\n[ "$2" != tarfile ] || exec {sys.executable} "$@"\necho "$PWD $PYTHONPATH $*"\n'
+    (tmp_path / "python3").write_text(stand_in)
     (tmp_path / "python3").chmod(0o755)
-    with tarfile.open(tmp_path / "fresco.tar.gz") as file:
+    with tarfile.open(tmp_path / "fresco.tar.xz") as file:
         assert {"experiments/gpu/__main__.py", "tests/rl/learner/test_gpu.py"} <= set(file.getnames())
+
+    trl = tmp_path / "bundle-trl"
+    trl.mkdir()
+    bundle.archive(trl / "trl.tar.xz", {"trl": tmp_path / "site"})
+    bundle.archive(trl / "cache-trl.tar.xz", {"model": tmp_path / "cache"})
+    (trl / "go.sh").write_text(bundle._GO)
 
     kit_folder = tmp_path / "kit"
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "KIT": str(kit_folder), "OUT": "/results"}
-    for _ in range(2):  # unpacked once
-        command = ["bash", str(tmp_path / "go.sh"), "--minutes", "4", "learner"]
+    for folder in (tmp_path, tmp_path, trl):  # unpacked once
+        command = ["bash", str(folder / "go.sh"), "--minutes", "4", "learner"]
         said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
         asked = f"{kit_folder}/fresco {kit_folder}/fresco:{kit_folder}/site -m experiments.gpu --out /results"
         assert said == f"{asked} --minutes 4 learner\n"
         for name in ("fresco", "site", "cache"):
-            (tmp_path / f"{name}.tar.gz").unlink(missing_ok=True)
+            (tmp_path / f"{name}.tar.xz").unlink(missing_ok=True)
+    assert (kit_folder / "trl" / "trl").exists() and (kit_folder / "cache" / "model").exists()
+
+
+def test_nothing_that_fresco_imports_is_left_behind() -> None:
+    project = tomllib.loads((bundle._ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[<>=]", each)[0] for each in project["dependencies"]}
+    carried = {line.partition("==")[0] for line in bundle._LIST.read_text().splitlines()}
+    assert needed - carried - set(bundle.PRESENT) == {"wandb"}, "which is imported only where it is used"
 
 
 def test_what_is_carried_is_pinned() -> None:

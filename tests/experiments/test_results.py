@@ -75,6 +75,7 @@ def test_a_row_without_its_figure_is_named(wrong: dict[str, object], folder: Pat
 
 
 def test_a_file_that_does_not_say_where_and_when_is_refused(folder: Path) -> None:
+    (folder / "error.json").write_text(json.dumps(CONTENT | {"4b": {"error": "out of memory"}}))
     (folder / "b.json").write_text('{"a": 1, "machine": "m"}')
     with pytest.raises(ValueError, match="date"):
         told(row(figure="{a}", file="b.json"))
@@ -109,6 +110,34 @@ def test_the_page_has_a_cell_for_each_thing_and_one_link(folder: Path) -> None:
         "| w (2) | [f](../experiments/results/a.json) |\n"
         "\n<!-- needs: hours -->\n```bash\nc  #1 EPYC, 2026-11-26\nd  #2 EPYC, 2026-11-26\n```\n"
     )
+
+
+def test_what_was_not_measured_since_is_unrun_beside_the_earlier_figure(folder: Path) -> None:
+    (folder / "ended.json").write_text(json.dumps(CONTENT | {"ended_after_s": 3}))
+    (folder / "error.json").write_text(json.dumps(CONTENT | {"4b": {"error": "out of memory"}}))
+    (folder / "b.json").write_text(json.dumps(CONTENT | {"unrun": "no GPU"}))
+    rows = [
+        row(figure="{seconds[0]}", before="{seconds[1]:.0f}"),
+        row(figure="{seconds[0]}", file="missing.json"),
+        row(figure="{seconds[0]}", file="b.json", before="{seconds[1]:.0f}"),
+        row(figure="{later}", file="ended.json"),
+        row(figure="{whole[4b][mfu]}", file="error.json"),
+        row(figure="{whole[rows][0][final]}", file="ended.json"),
+    ]
+    made = page(Measured("", [Section("s", rows, before="a.json")]))
+    assert "| what | 2026-11-26 | now |\n|---|---|---|\n" in made
+    cells = [line.split(" | ", 1)[1].strip(" |") for line in made.splitlines() if line.startswith("| w (")]
+    link = "](../experiments/results/"
+    assert cells == [
+        f"2 | [1.26{link}a.json)",
+        "– | unrun",
+        "2 | unrun",
+        *["– | unrun"] * 2,
+        f"– | [0.78{link}ended.json)",
+    ]
+
+    with pytest.raises(ValueError, match="mend its figure"):  # a part that came to its end has every figure
+        page(Measured("", [Section("s", [row(figure="{later}")], before="a.json")]))
 
 
 def test_the_readme_keeps_all_but_its_table(folder: Path) -> None:

@@ -27,7 +27,8 @@ _BATCHED_TOKENS = 8192  # of one engine step, at least (`vllm_settings`)
 _MARGIN = 1.05  # an estimate of a learner's peak beside its peak
 _CONTEXT = 600 * MIB  # CUDA's own, of one process on a GPU
 _ASLEEP = 1536 * MIB  # of an engine that sleeps, CUDA's own with it; not measured
-_RESTING = 1024 * MIB  # of a learner at rest, likewise: vLLM does not start where its share is not free
+_STARTING = 1024 * MIB  # a driver's own, and CUDA's of vLLM, which then asks that all of its share is free; likewise
+_GRAPHS = 1024 * MIB  # of CUDA graphs, beside a cache whose bytes vLLM is told; likewise
 _LOCKED = 1.5  # what torch takes of the host for a byte in locked pages: it rounds each tensor up to a power of two
 _SHARE = "share of a GPU"
 _CURES = {"learner.ranks": "learner.ranks, learner.optimizer_states"}
@@ -240,7 +241,7 @@ def _engine_gpu(config: Config, model: ModelShape) -> Need:
     step = tokens * _bytes(generator.dtype) * 3 * (model.active // generator.tensor_parallel + model.hidden)
     parts = _engine(config, model, "cuda") | {
         "largest step": step + 3 * 4 * generator.max_num_seqs * model.vocabulary,
-        "CUDA": _CONTEXT,
+        "CUDA": _CONTEXT + (0 if options.enforce_eager else _GRAPHS),
     }
     # vLLM sizes its cache by this share, unless it is told the bytes.
     share = 1.0 if options.kv_cache_bytes else options.gpu_memory_utilization
@@ -262,7 +263,7 @@ def _on_gpus(config: Config, model: ModelShape, machine: Machine) -> list[Need]:
     if gpu is not None and shares_gpus(config, len(machine.gpus)) and config.alternates:
         learner, engine = _turns(config, model, learner[0], engine[0], gpu, given)
     elif gpu is not None and shares_gpus(config, len(machine.gpus)):
-        rest = 1 - _MARGIN * learner[0].each / gpu
+        rest = 1 - (_MARGIN * learner[0].each + _STARTING) / gpu
         share = max(0.0, math.floor(rest * 1000) / 1000 if given is None else float(given))
         learner = [replace(learner[0], what=f"learner's {_SHARE}", share=1 - share, beside="an engine")]
         engine = [
@@ -278,7 +279,7 @@ def _turns(
 
     Raises ConfigError where that is more.
     """
-    resting = _RESTING + (0 if _moved(config, model) else learner.parts["weights"])
+    resting = _CONTEXT + _STARTING + (0 if _moved(config, model) else learner.parts["weights"])
     asleep = _ASLEEP + engine.parts["token table"]
 
     most = math.floor((1 - _MARGIN * resting / gpu) * 1000) / 1000

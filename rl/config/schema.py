@@ -154,7 +154,7 @@ class LearnerConfig(Section):
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per batch, which is split by whole groups."""
     max_tokens_per_pack: int | None = Field(None, ge=16)
-    """Tokens of one forward; a longer sample gets a pack of its own. null: 8192 on a GPU, 2048 on a CPU."""
+    """Tokens of one forward, a longer sample gets a pack of its own; null: 8192 on a GPU, 2048 on a CPU."""
     logprob_chunk: int | None = Field(None, ge=1)
     """Tokens per chunk of the log-probability head; null: 256 on a CPU, on a GPU as many as have 512 MiB of logits."""
     attention: Annotated[Literal["auto", "varlen", "flash", "sdpa"], Where("GPUs")] = "auto"

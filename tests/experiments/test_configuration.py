@@ -19,7 +19,7 @@ from rollout.generator.engines.environment import VllmOptions
 from rollout.generator.engines.timing import SimulatedOptions as SimulatedEngine
 
 ROOT = Path(__file__).parents[2]
-MOST_FIELDS = 164
+MOST_FIELDS = 165
 MOST_WORDS = 30
 SECTIONS = {title or "Config": section for title, section in sections(Config)}
 OPTIONS = {each.where: each for each in (VllmOptions, SimulatedEngine, SimulatedLearner, LoraOptions)}

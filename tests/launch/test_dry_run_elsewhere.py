@@ -140,7 +140,7 @@ def test_what_cannot_run_there_is_refused(
 def test_a_teacher_has_a_gpu_that_must_hold_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """While it loads it has four bytes a parameter."""
     taught = ["math_1gpu", folder_of(QWEN3 | {"num_hidden_layers": 4}, tmp_path / "m"), "algo.loss=reverse_kl"]
-    taught += ["generator.max_model_len=1024", "sampling.max_tokens=512", "--gpus", "2x24"]
+    taught += ["generator.max_model_len=1024", "sampling.max_tokens=512", "learner.logprob_chunk=256", "--gpus", "2x24"]
     told = planned(capsys, *taught, f"algo.teacher={tmp_path / 'm'}")
     assert "1 × teacher's GPU" in told
 

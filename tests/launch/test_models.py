@@ -334,9 +334,9 @@ def test_with_states_on_the_host_a_gpu_holds_weights_and_gradients() -> None:
         assert sum(size for part, size in rank.items() if part != "process") == 16 * shape.trained
     assert "moments" not in parts("learner rank", bfloat16) and parts(share)["optimizer"] == 8 * shape.trained
 
-    for overrides in ([host], [host, bfloat16]):
+    for overrides in ([host, "placement=alternate"], [host, bfloat16]):
         check_memory(needs(*overrides), machine)
-    with pytest.raises(ConfigError, match=r"see learner.ranks, learner.optimizer_states and model.path"):
+    with pytest.raises(ConfigError, match=r"see learner.ranks, learner.optimizer_states, placement=alternate and model.path"):
         check_memory(needs(bfloat16), machine)
     with pytest.raises(ConfigError, match=r"^learner.ranks: the run needs about 1[67]\d.* of memory"):
         check_memory(needs(host), dataclasses.replace(machine, memory=128 << 30))

@@ -69,7 +69,8 @@ def test_the_shares_are_the_whole_and_each_has_what_it_needs() -> None:
     engine, learner = (need for need in needs if need.where == "gpu")
     gpu = 23.8 * GIB
     assert engine.share + learner.share == pytest.approx(1)
-    assert learner.each * 1.05 <= learner.share * gpu <= learner.each * 1.05 + gpu / 500
+    starting = 768 << 20  # that vLLM does not find free
+    assert learner.each * 1.05 + starting <= learner.share * gpu <= learner.each * 1.05 + starting + gpu / 500
     assert 0 <= engine.left(int(gpu)) < 1 << 20
     assert shared_with_learner(needs) == (engine.share, engine.parts["KV cache"])
     check_memory(needs, on(1, 23.8))
@@ -121,11 +122,11 @@ def test_by_turns_each_has_the_gpu_but_for_what_the_other_keeps() -> None:
     engine, learner = gpu_needs()
     assert 0.98 < engine.share < 0.99 and 0.97 / 1.05 < learner.share < 0.99 / 1.05
     assert 0 <= engine.left(80 * GIB) < 1 << 20
-    assert "an engine keeps 1.5 GiB, and a learner 1.0 GiB" in engine.remarks[0]
+    assert "an engine keeps 1.5 GiB, and a learner 1.3 GiB" in engine.remarks[0]
 
     # What is trained is moved, unless it is on the host already: then the weights stay.
     kept, _ = gpu_needs("learner.optimizer_states=host")
-    assert (1 - kept.share) * 80 * GIB == pytest.approx(1.05 * (2 * HALF_B.trained + GIB), rel=0.05)
+    assert (1 - kept.share) * 80 * GIB == pytest.approx(1.05 * (2 * HALF_B.trained + 1.33 * GIB), rel=0.05)
 
 
 def test_by_turns_4b_trains_in_full_on_a_gpu_of_80_gb() -> None:
@@ -155,7 +156,7 @@ def test_by_turns_a_share_of_the_users_own_leaves_room_for_a_learner_at_rest() -
     engine, _ = gpu_needs("generator.options.gpu_memory_utilization=0.5")
     assert engine.share == 0.5
     with pytest.raises(
-        ConfigError, match=r"gpu_memory_utilization=0\.999: .* a learner at rest keeps 1\.0 GiB .*at most 0\.98"
+        ConfigError, match=r"gpu_memory_utilization=0\.999: .* a learner at rest keeps 1\.3 GiB .*at most 0\.98"
     ):
         gpu_needs("generator.options.gpu_memory_utilization=0.999")
 

@@ -259,8 +259,10 @@ class Lab:
             guards=self.guards,
             exact=self.exact,
             token_log=SimpleNamespace(batch=lambda batch_part: None, write_batch=lambda: None),
+            turns={},
+            take_device=lambda client: None,
             take_changes=lambda client, publisher, n: None,
-            note_version=self.note_version,
+            publish=self._publish_version,
             export=lambda step: None,
         )
         try:
@@ -270,6 +272,10 @@ class Lab:
         except RunStopped:
             pass
         return [name for _, name in self.raised]
+
+    def _publish_version(self, publisher: Any, client: object, n: int, batch: BatchPart | None = None) -> None:
+        publisher.publish(n, batch)
+        self.note_version(client, n)
 
     def note_version(self, client: object, n: int) -> None:
         """What the learner keeps of a version for a replay."""

@@ -110,8 +110,9 @@ def test_what_a_copy_answers(work: str, monkeypatch: pytest.MonkeyPatch) -> None
             pass
         return False
 
+    before = {child.pid for child in psutil.Process().children()}
     assert copied._in_copy(answer) == (work == "os._exit(0)")
-    assert not psutil.Process().children()
+    assert {child.pid for child in psutil.Process().children()} <= before
 
 
 def test_what_vllm_has_compiled_is_found_by_every_generator_of_every_run(

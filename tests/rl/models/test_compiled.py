@@ -112,7 +112,13 @@ def equal(one: PackedModel, other: PackedModel, pack: Pack, tolerance: float = 1
 
 
 @pytest.mark.parametrize(
-    ("name", "sharded"), [("plain", False), ("activations again", True), ("adapters", True), ("bfloat16", True)]
+    ("name", "sharded"),
+    [
+        ("plain", False),
+        pytest.param("activations again", True, marks=pytest.mark.docs),
+        pytest.param("adapters", True, marks=pytest.mark.docs),
+        pytest.param("bfloat16", True, marks=pytest.mark.docs),
+    ],
 )
 def test_numbers_are_those_of_plain_layers_and_new_lengths_compile_nothing(
     folder: Path, mesh: DeviceMesh, name: str, sharded: bool
@@ -158,6 +164,7 @@ def rank_main(rank: int, folder: str) -> None:
         torch.save(results | {"graphs": graphs()}, f"{folder}/rank{rank}.pt")
 
 
+@pytest.mark.docs
 def test_two_ranks_and_a_team(tmp_path: Path) -> None:
     expected, gradients = computed(Policy.load(save_tiny(tmp_path, tied=False)), packs()[0])
     for told in results_of_ranks(rank_main, tmp_path, 2):
@@ -169,6 +176,7 @@ def test_two_ranks_and_a_team(tmp_path: Path) -> None:
                 torch.testing.assert_close(found[name], each, rtol=0, atol=1e-5 * scale, msg=name)
 
 
+@pytest.mark.docs
 def test_a_critic(folder: Path) -> None:
     plain, made = (Critic.load(folder, options=ModelOptions(compile=each)) for each in (False, True))
     for model in (plain, made):
@@ -178,6 +186,7 @@ def test_a_critic(folder: Path) -> None:
     assert graphs() > 0
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_routers_are_told_and_watched_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
@@ -297,7 +306,7 @@ def gathered(each: Tensor, key: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("varlen")
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.docs)])
 def test_a_layer_is_one_graph_where_the_kernel_is_that_of_gpus(
     folder: Path, mesh: DeviceMesh, checkpointing: bool
 ) -> None:

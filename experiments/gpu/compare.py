@@ -214,7 +214,9 @@ def summary(repeats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         f"after_{seconds}_s": [[score for at, score in each["points"] if at <= seconds][-1:] for each in repeats]
         for seconds in _LOOKED_AT_S
     }
+    none = [name for name, found in there.items() if not all(found)]
     return {
+        **({"unrun": f"no score was there: {', '.join(none)}"} if none else {}),
         "to_target_s": ", ".join("–" if each is None else f"{each:.1f}" for each in reached),
         "step_s": statistics.median(each["step_s"] for each in repeats),
         **{name: statistics.median(score for (score,) in found) for name, found in there.items() if all(found)},

@@ -18,9 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from experiments.bench import rollout as bench
 from experiments.bench._measuring import temporary_run
+from experiments.gpu.learner import one_rank
 from experiments.gpu.models import save_model
 from experiments.gpu.part import Result, need_vllm
 from rl.config.lora import lora_options
@@ -52,8 +54,6 @@ def weights(result: Result, device: str) -> None:
     with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         model = save_model(_SIZE[device], Path(folder), device, tied=False)
         for channel in ("shm", "zmq", "ipc", "nccl") if apart else ("shm", "zmq", "ipc"):
-            if device == "cuda":
-                torch.cuda.set_device(int(channel == "nccl"))
             _with_engine(result, model, device, channel, f"weights.transport={channel}")
 
 
@@ -77,8 +77,8 @@ def rollout(result: Result, device: str) -> None:
     """Proxy and generator beside bare AsyncLLM, in turns: two engines on one GPU."""
     need_vllm()
     requests, tokens, rounds = (256, 512, 3) if device == "cuda" else (4, 8, 1)
-    options = argparse.Namespace(rounds=rounds, requests=2 * requests, concurrency=requests, tokens=tokens)
-    for size in ("0.5b", "1.5b") if device == "cuda" else ("tiny",):
+    options = argparse.Namespace(rounds=rounds, requests=requests, concurrency=requests, tokens=tokens)
+    for size in ("1.5b", "0.5b") if device == "cuda" else ("tiny",):
         with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
             model = save_model(size, Path(folder), device, tied=False)
             settings = _settings(device, requests)
@@ -113,9 +113,17 @@ async def _updates(result: Result, run: RunFile, name: str) -> None:
     await engine.start()
     result.note(f"{name} engine_start_s", time.perf_counter() - begin)
 
+    # Sharded as a run's: only so does it compute in half precision throughout. Where vLLM's core is in this process, as
+    # on a CPU, it has ranks of its own there.
+    on_gpu = run.device == "cuda"
+    with one_rank(run.device, int(name == "nccl")) if on_gpu else contextlib.nullcontext() as mesh:
+        await _updated(result, run, name, engine, mesh)
+
+
+async def _updated(result: Result, run: RunFile, name: str, engine: Any, mesh: DeviceMesh | None) -> None:
     assert run.model_folder is not None
     options = ModelOptions(dtype=getattr(torch, run.config.model.dtype), lora=lora_options(run.config.model))
-    policy = Policy.load(run.model_folder, None, run.device, options)
+    policy = Policy.load(run.model_folder, mesh, run.device, options)
     entries = weight_entries(policy, run)
     result.note("bytes", bytes_of(entries))
     result.note("bare_copies_s", _bare_copies(bytes_of(entries), run.device))
@@ -148,6 +156,8 @@ async def _update(n: int, engine: Any, policy: Policy, sender: Sender) -> dict[s
     """One version from the learner's parameters to the engine's, and whether it arrived."""
     version, probe = Version(0, n), list(range(1, 65))
     stages = {}
+    if policy.device.type == "cuda":
+        torch.cuda.synchronize()  # the noise was added before
     begin = time.perf_counter()
     sender.offer(n, served(policy, sender.run))
     stages["offer"] = time.perf_counter() - begin

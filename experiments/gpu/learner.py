@@ -83,7 +83,7 @@ Step = Callable[[BatchPart], None]
 
 def learner(result: Result, device: str) -> None:
     """Each case by itself: one that does not fit leaves the others. The first size is profiled as well."""
-    with _one_rank(device) as mesh, tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
+    with one_rank(device) as mesh, tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         for size, checkpointing, compile in _CASES[device]:
             model = save_model(size, Path(folder), device)
             config = config_of(size, device, checkpointing, [f"learner.compile={str(compile).lower()}"])
@@ -98,10 +98,9 @@ def learner(result: Result, device: str) -> None:
                     result.note(case, found)
                     rates[name] = found["fresh"]["tokens_per_s"]
                     if size == _CASES[device][0][0]:
-                        work = partial(_timed, step, _batch_part(size, device, 0), device)
-                        pack = profiled(work, _PACKS, found["fresh"]["seconds"], device)
-                        result.note(f"{case}, a pack", pack)
-                step = None  # type: ignore[assignment]  # its memory is the next one's
+                        again = partial(_timed, step, _batch_part(size, device, 0), device)
+                        result.note(f"{case}, a pack", profiled(again, _PACKS, found["fresh"]["seconds"], device))
+                step = again = None  # type: ignore[assignment]  # their memory is the next one's
 
             if len(rates) == 2:
                 what = f"{size} fresco over bare{', compiled' if compile else ''}, tokens a second"
@@ -121,7 +120,7 @@ def memory(result: Result, device: str) -> None:
     """The peak of a step beside the estimate of the preflight."""
     if device == "cpu":
         raise Unrun("torch does not count the bytes of a CPU")
-    with _one_rank(device) as mesh, tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
+    with one_rank(device) as mesh, tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         for size, checkpointing in _MEMORY[device]:
             config = config_of(size, device, checkpointing)
             case = f"{size}{', activations again' if checkpointing else ''}"
@@ -156,7 +155,7 @@ def kinds(result: Result, device: str) -> None:
 def _note_steps(result: Result, device: str, cases: Sequence[tuple[str, str, tuple[str, ...]]]) -> None:
     """cases: size, name, fields. What neither GPU nor host holds is noted so, by the estimate."""
     here = this_machine()
-    with _one_rank(device) as mesh, tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
+    with one_rank(device) as mesh, tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         for size, name, overrides in cases:
             config = config_of(size, device, checkpointing=True, overrides=overrides)
             needs = estimate(config, device, shape_of(size))
@@ -273,6 +272,7 @@ class _Bare(BareLoop):
         with temporary_run(device=device, config=config, model_folder=model) as run:
             super().__init__(run, "packed")
         self._chunk = logprob_chunk(config.learner.logprob_chunk, self.model.config.vocab_size, device)
+        self._dtype = getattr(torch, config.model.dtype)
         self._compile = config.learner.compile
         if self._compile:
             compile_layers(self.model.get_decoder())
@@ -280,8 +280,9 @@ class _Bare(BareLoop):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def logp(self, pack: Pack, layout: Layout) -> torch.Tensor:
-        hidden = self.contexts(pack, layout)
-        weight = self.model.lm_head.weight.to(hidden.dtype)
+        # As the learner's head has it; autocast would leave both in float32, and their products in backward.
+        hidden = self.contexts(pack, layout).to(self._dtype)
+        weight = self.model.lm_head.weight.to(self._dtype)
         targets = pack.token_ids[layout.targets]
         return token_logprobs(hidden, weight, targets, chunk=self._chunk, compile=self._compile)[0]
 
@@ -341,11 +342,12 @@ def _clear(device: str) -> None:
 
 
 @contextmanager
-def _one_rank(device: str) -> Iterator[DeviceMesh]:
+def one_rank(device: str, number: int = 0) -> Iterator[DeviceMesh]:
+    """The mesh of a rank that is alone, on the GPU of this number."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if device == "cuda":
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(number)
     try:
         yield init_device_mesh(device, (1,))
     finally:

@@ -14,6 +14,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+from experiments.bench._processes import end_on_sigterm
 from experiments.bench.start import one_start
 from experiments.gpu.part import Result, Unrun, need_vllm
 from launch.gpus import visible_gpus
@@ -29,6 +30,7 @@ _SMALL = ["steps=1", "eval.tasks=4", "rollout.groups_per_batch=2", "model.warm_s
 _ON_CPU = [*_SMALL, "rollout.group_size=2", "generator.count=1", "learner.ranks=1", "generator.max_num_seqs=8"]
 _KEPT = ("eval/accuracy", "time/step", "time/train", "exact/max", "train/loss", "time/take_device", "time/give_device")
 _POLL_S = 0.5
+_TIDY_S = 20.0  # for a run that is told to end
 
 
 _LEARNER = ["tests/rl/learner/test_gpu.py", "tests/rollout/generator/test_vllm_gpu.py"]
@@ -46,16 +48,19 @@ def paths(result: Result, device: str) -> None:
 
 
 def _marked(result: Result, files: list[str]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        arguments = ["-o", "addopts=", "-m", "gpu", "-q", "-rA", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        code = subprocess.run([sys.executable, "-m", "pytest", *arguments, *files], cwd=_ROOT).returncode
-        result.note("exit_code", code)
-        suites = list(ElementTree.parse(report).iter("testsuite"))
-    counts = {
-        kind: sum(int(each.get(kind, 0)) for each in suites) for kind in ("tests", "failures", "errors", "skipped")
-    }
-    result.note("counts", counts)
+    """Each file by itself: an engine takes long to start, and what has run is told if this is ended."""
+    codes = []
+    for name in files:
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.xml"
+            arguments = ["-o", "addopts=", "-m", "gpu", "-v", "-rA", "-p", "no:cacheprovider", f"--junitxml={report}"]
+            codes.append(subprocess.run([sys.executable, "-m", "pytest", *arguments, name], cwd=_ROOT).returncode)
+            (suite,) = ElementTree.parse(report).iter("testsuite")
+        counts = {kind: int(suite.get(kind, 0)) for kind in ("tests", "failures", "errors", "skipped")}
+        result.note(name, counts | {"exit_code": codes[-1]})
+
+    if code := max(codes):
+        sys.exit(code)
 
 
 def end_to_end(result: Result, device: str) -> None:
@@ -104,9 +109,16 @@ def _run(result: Result, words: list[str], before: str = "", peak: _PeakMemory |
         settings = [f"runs={folder}", "name=run", "tracking.wandb=disabled"]
         command = [sys.executable, "-m", "launch.cli", "run", *words, *settings]
         result.note(f"{before}run", " ".join(["fresco", "run", *words]))
-        code = subprocess.run(command, cwd=_ROOT).returncode
-        result.note(f"{before}exit_code", code)
-        _note_run(result, Path(folder) / "run", before)
+
+        end_on_sigterm()
+        with subprocess.Popen(command, cwd=_ROOT) as process:
+            try:
+                code = process.wait()
+            finally:
+                process.terminate()  # it ends in its own order, also where this part is ended at its limit
+                result.note(f"{before}exit_code", process.wait(_TIDY_S))
+                _note_run(result, Path(folder) / "run", before)
+
         if peak is not None and not code:
             _note_peak(result, RunFile.load(Path(folder) / "run"), peak, before)
     return code

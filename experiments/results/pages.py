@@ -147,19 +147,18 @@ def told(row: Row) -> tuple[str, str]:
 
 def told_anew(row: Row, before: str) -> tuple[str, str, str]:
     """The earlier figure, and then as `told`: `unrun` where the row's file is not there, has not got that far, or says
-    that a case failed."""
+    that a case failed or could not be had."""
     earlier = told(Row(row.what, row.before, row.command, before))[0] if row.before else "–"
     found = content(row.file) if (RESULTS / row.file).exists() else {"unrun": ""}
     if "unrun" in found:
         return earlier, UNRUN, ""
 
-    lacks = found.keys() & {"failed", "ended_after_s"} or any(
-        "error" in case for case in found.values() if isinstance(case, dict)
-    )
+    cases = [case for case in found.values() if isinstance(case, dict)]
+    lacks = found.keys() & {"failed", "ended_after_s"} or any(case.keys() & {"error", "unrun"} for case in cases)
     try:
         return earlier, *told(row)
     except ValueError:
-        if not lacks:
+        if not lacks and "machine" in found:  # without it whoever measured was ended
             raise
         return earlier, UNRUN, ""
 

@@ -76,6 +76,7 @@ def test_a_row_without_its_figure_is_named(wrong: dict[str, object], folder: Pat
 
 def test_a_file_that_does_not_say_where_and_when_is_refused(folder: Path) -> None:
     (folder / "error.json").write_text(json.dumps(CONTENT | {"4b": {"error": "out of memory"}}))
+    (folder / "unseen.json").write_text(json.dumps(CONTENT | {"peak": {"unrun": "no nvidia-smi"}}))
     (folder / "b.json").write_text('{"a": 1, "machine": "m"}')
     with pytest.raises(ValueError, match="date"):
         told(row(figure="{a}", file="b.json"))
@@ -122,6 +123,7 @@ def test_what_was_not_measured_since_is_unrun_beside_the_earlier_figure(folder: 
         row(figure="{seconds[0]}", file="b.json", before="{seconds[1]:.0f}"),
         row(figure="{later}", file="ended.json"),
         row(figure="{whole[4b][mfu]}", file="error.json"),
+        row(figure="{whole[peak][ratio]}", file="unseen.json"),
         row(figure="{whole[rows][0][final]}", file="ended.json"),
     ]
     made = page(Measured("", [Section("s", rows, before="a.json")]))
@@ -132,7 +134,7 @@ def test_what_was_not_measured_since_is_unrun_beside_the_earlier_figure(folder: 
         f"2 | [1.26{link}a.json)",
         "– | unrun",
         "2 | unrun",
-        *["– | unrun"] * 2,
+        *["– | unrun"] * 3,
         f"– | [0.78{link}ended.json)",
     ]
 

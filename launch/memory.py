@@ -120,7 +120,7 @@ def estimate(
         learner_at_rest["moved here"] = int(_LOCKED * sum(_moved(config, model).values()))
         if served_adapter(config.model) is not None:
             weights = _engine(config, model, device)["weights"]
-            engine_at_rest["weights while it sleeps"] = config.generator.tensor_parallel * weights
+            engine_at_rest["weights while it sleeps"] = int(_LOCKED * config.generator.tensor_parallel * weights)
 
     needs.append(Need("learner rank", "host", config.learner.ranks, learner_at_rest, "learner.ranks"))
     if config.supervised:

@@ -14,7 +14,7 @@ import pytest
 
 from launch.cli import main
 from rl.observe.trace import read_trace
-from rl.observe.trace_events import EngineState, SpanBegan, SpanEnded
+from rl.observe.trace_events import EngineState, FirstToken, SpanBegan, SpanEnded
 from rl.weights.turns import Turns
 from rl.wire.run import RunFile
 from tests.test_end_to_end_real import nothing_is_left, system
@@ -34,26 +34,30 @@ SETTINGS = ("placement=alternate", "learner.ranks=1", "tracking.trace=full", "ti
 
 
 def sampled_in_turns_of_the_learner(folder: Path) -> tuple[int, int]:
-    """Spans of training in which two or more samples of an engine lie, and tokens that it counted between these."""
+    """First tokens of answers outside the spans of training; and inside, with the tokens that an engine counted between
+    two looks there."""
     spans: list[tuple[float, float]] = []
     began: dict[object, float] = {}
     counts: defaultdict[object, list[tuple[float, int]]] = defaultdict(list)
+    firsts: list[float] = []
     for record in read_trace(folder):
         match record.event:
             case SpanBegan("train"):
                 began[record.source] = record.time
             case SpanEnded("train"):
                 spans.append((began.pop(record.source), record.time))
+            case FirstToken():
+                firsts.append(record.time)
             case EngineState():
                 counts[record.source].append((record.time, record.event.tokens))
 
-    watched = tokens = 0
+    within = tokens = 0
     for begin, end in spans:
+        within += sum(begin < at < end for at in firsts)
         for states in counts.values():
             inside = [count for at, count in states if begin < at < end]
-            watched += len(inside) >= 2
             tokens += inside[-1] - inside[0] if inside else 0
-    return watched, tokens
+    return len(firsts) - within, within + tokens
 
 
 def in_learners_turn(tmp_path: Path, deadline_s: float = 240) -> None:
@@ -72,8 +76,8 @@ def test_turns_of_simulated_engines(tmp_path: Path, alpha: int) -> None:
     settings = (f"rollout.alpha={alpha}", "learner.options.step_s=0.3", "steps=8", "eval.every=4")
     process = start(tmp_path, *SETTINGS, *settings, "generator.options.decode_base_s=0.005")
     check_books(finish(process, tmp_path), steps=8)
-    watched, tokens = sampled_in_turns_of_the_learner(tmp_path / "simulated")
-    assert watched >= 8 and tokens == 0
+    elsewhere, tokens = sampled_in_turns_of_the_learner(tmp_path / "simulated")
+    assert elsewhere >= 8 and tokens == 0
     assert restarts(tmp_path) == {}
     rows = [row["step"] for row in metrics_rows(tmp_path) if "eval/accuracy" in row]
     assert rows == [0, 4, 8], "engines answered the last evaluation as well"
@@ -83,8 +87,8 @@ def test_without_turns_they_overlap(tmp_path: Path) -> None:
     """The test before can fail."""
     settings = ("learner.options.step_s=0.3", "steps=8", "generator.options.decode_base_s=0.005", "placement=shared")
     finish(start(tmp_path, *SETTINGS, *settings, "rollout.alpha=2"), tmp_path)
-    watched, tokens = sampled_in_turns_of_the_learner(tmp_path / "simulated")
-    assert watched and tokens
+    elsewhere, tokens = sampled_in_turns_of_the_learner(tmp_path / "simulated")
+    assert elsewhere and tokens
 
 
 def test_deaths_in_the_learners_turn(tmp_path: Path) -> None:
@@ -131,8 +135,8 @@ def check_real(process: subprocess.Popen[str], tmp_path: Path, steps: int) -> No
     assert samples["issued"] == sum(samples[state] for state in SAMPLE_STATES) and samples["trained"] == steps * 6
     assert tokens["generated"] == sum(tokens[state] for state in TOKEN_STATES)
     assert summary["freshness_violations"] == 0 and summary["eval"].keys() == {"first", "last"}
-    watched, sampled = sampled_in_turns_of_the_learner(tmp_path / "simulated")
-    assert watched and sampled == 0
+    elsewhere, sampled = sampled_in_turns_of_the_learner(tmp_path / "simulated")
+    assert elsewhere and sampled == 0
     trained = [row for row in metrics_rows(tmp_path) if "train/loss" in row]
     assert [row["step"] for row in trained] == list(range(1, steps + 1))
     assert all(row["time/take_device"] > 0 and row["time/give_device"] > 0 for row in trained)

@@ -312,10 +312,10 @@ class _Matrices:
         self.names = list(self._places)
 
     def entries(self) -> Tensor:
-        """(matrices, 32)"""
+        """(matrices, 32), on the host, wherever the matrices are just now."""
         named = self._named()
         taken = [local(named[name]).reshape(-1)[places] for name, places in self._places.items()]
-        return torch.stack(taken) if taken else torch.zeros(0, _ENTRIES)
+        return torch.stack(taken).cpu() if taken else torch.zeros(0, _ENTRIES)
 
     def still(self, before: Tensor) -> list[str]:
         """Names of the matrices that are as they were, and had reason to move."""
@@ -367,6 +367,7 @@ class ExactCheck:
         self._limit = config.alarms.exact
         self._temperature = config.sampling.temperature
         self._versions = config.rollout.staleness_bound + 1
+        self._on_host = config.alternates  # a device that engines have between two batches holds nothing of ours
         self._kept: dict[int, list[Tensor]] = {}  # version -> this rank's rows of every tensor that is trained
 
     @torch.no_grad()
@@ -379,7 +380,7 @@ class ExactCheck:
         """
         if self._limit is None:
             return {}
-        self._kept[step] = [local(tensor).clone() for _, tensor in self._policy.trainable()]
+        self._kept[step] = [self._copied(local(tensor)) for _, tensor in self._policy.trainable()]
         self._kept.pop(step - self._versions, None)
 
         gaps = torch.zeros(self._versions, dtype=torch.float64)
@@ -401,6 +402,9 @@ class ExactCheck:
             "exact/unknown": float(trained - compared),
             "exact/versions": float((counts > 0).sum()),
         }
+
+    def _copied(self, rows: Tensor) -> Tensor:
+        return rows.to("cpu", copy=True) if self._on_host else rows.clone()
 
     def _compare(self, age: int, minibatches: list[Minibatch]) -> tuple[float, int]:
         """Largest difference of this rank's tokens that are `age` versions old, under the weights put in; their count.

@@ -49,7 +49,7 @@ class HostWeights(nn.Module):
             if gradients == torch.float32 != parameter.dtype:
                 parameter.register_post_accumulate_grad_hook(partial(self._add_up, number))
         hooked: Any = self  # torch does not say what types it takes
-        hooked.register_load_state_dict_post_hook(lambda *_: self.give_back())
+        hooked.register_load_state_dict_post_hook(lambda *_: self.give_back(room=False))
 
         self._lock = PageLock(device)
         weakref.finalize(self, self._lock.close)
@@ -75,11 +75,12 @@ class HostWeights(nn.Module):
         self._wait()
 
     @torch.no_grad()
-    def give_back(self) -> None:
-        """The device's copies are those of the weights here."""
+    def give_back(self, *, room: bool = True) -> None:
+        """The device's copies are those of the weights here. room: for one more tensor in float32 there, which is the
+        faster way; engines that share the device may have it just now."""
         for parameter, master in zip(self._copies, self._masters, strict=True):
             rows = local(parameter)
-            rows.copy_(local(master).to(rows.device, non_blocking=True))
+            rows.copy_(local(master).to(rows.device, non_blocking=True) if room else local(master).to(rows.dtype))
         self._wait()
 
     @torch.no_grad()

@@ -183,8 +183,10 @@ class Learner:
         if not self.config.alternates or self._has_device:
             return
         begin = time.monotonic()
+        self._process.busy = False  # every rank waits as long as an engine starts, loads or drains
         client.take_devices()
         all_reduce(torch.zeros(1), "max")
+        self._process.busy = True
         self.trainer.moves.to_device()
         self._has_device = True
         self.turns = {"time/take_device": time.monotonic() - begin}

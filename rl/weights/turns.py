@@ -3,7 +3,8 @@
 It is a lock of the kernel's on a file of the run. Engines hold it together, each from before its start until it rests.
 The learner's first rank holds it alone, for all ranks. So nobody can be mistaken: whatever was told, lost or late, no
 engine starts or wakes while the learner has it, and the other way round. It is let go of when its process ends, and all
-processes forked from that one.
+processes forked from that one. When the first rank dies, the others follow within moments, in which an engine may begin
+to start.
 
 That somebody else wants it is said by messages (`updater.py`).
 """

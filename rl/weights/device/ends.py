@@ -43,11 +43,12 @@ class DeviceSender(Sender):
 
     def open(self) -> None:
         self._spare: list[Tensor] = []  # parts without a version yet
-        self._parts: dict[int, Tensor] = {}  # by n
+        self._parts: dict[int, Tensor] = {}  # by number of the offer
+        self._offers: dict[int, int] = {}  # n -> number of its last offer: an undo offers some once more
         self._sending: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._table: Table = []
-        self._announced = Version(-1, -1)
+        self._announced = Version(-1, -1), -1  # and its offer
         self._dead: dict[str, int] = {}  # engine -> incarnation
         self._stopping = False
         self._device = torch.device("cpu")
@@ -81,12 +82,14 @@ class DeviceSender(Sender):
             raise WeightsError(f"version {n} of rank {self.rank} lacks what the first one had: {sorted(due)[:3]}")
 
         found = device_digest(part)  # which also waits for the copies
+        number = max(self._offers.values(), default=-1) + 1  # the same on all ranks, which offer in one order
         with self._lock:
-            self._parts[n] = part
-        self._store.set(f"offered/{n}/{self.rank}", str(found))
+            self._parts[number] = part
+            self._offers[n] = number
+        self._store.set(f"offered/{number}/{self.rank}", str(found))
 
     def receipt(self, n: int) -> int:
-        keys = offered(self.run, n)
+        keys = offered(self.run, self._offers[n])
 
         def waiting() -> str:
             missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
@@ -99,7 +102,7 @@ class DeviceSender(Sender):
         return combined(int(self._store.get(key)) for key in keys)
 
     def announce(self, version: Version) -> None:
-        self._announced = version
+        self._announced = version, self._offers[version.n]
 
     def receiver_died(self, name: str, incarnation: int) -> None:
         self._dead[name] = incarnation
@@ -120,9 +123,9 @@ class DeviceSender(Sender):
         """Zeros on the device for the rows of `weights.slots` versions: all at once, before others take the memory."""
 
     @abstractmethod
-    def _give(self, link: Link, ask: str, n: int, part: Tensor | None) -> None:
-        """Version `n` to the other side of `link`, which asked; None: it is gone. Until it returns or raises, `part`
-        stays as it is."""
+    def _give(self, link: Link, ask: str, part: Tensor | None) -> None:
+        """Rows to the other side of `link`, which asked; None: they are gone. Until it returns or raises, `part` stays
+        as it is."""
 
     def _tabled(self, pieces: Iterable[Piece]) -> Table:
         dtypes = {name: dtype for name, _, dtype in self.entries}
@@ -135,11 +138,12 @@ class DeviceSender(Sender):
         with self._lock:
             if self._spare:
                 return self._spare.pop()
-            free = [n for n in sorted(self._parts)[:-1] if not self._sending[n]]
+            free = [number for number in sorted(self._parts)[:-1] if not self._sending[number]]
             return self._parts.pop(free[0]) if free else None
 
     def _blockers(self) -> str:
-        return f"learner rank {self.rank} waits for a weight slot: version {sorted(+self._sending)} is being sent"
+        sent = [n for n, number in self._offers.items() if self._sending[number]]
+        return f"learner rank {self.rank} waits for a weight slot: version {sorted(sent)} is being sent"
 
     def _listen(self) -> None:
         """A thread for each line that is opened."""
@@ -176,25 +180,27 @@ class DeviceSender(Sender):
             link.close()
 
     def _answer(self, link: Link, ask: str) -> int:
-        """The version that this ask is answered with; on rank 0 it is chosen."""
+        """The offer that this ask is answered with; on rank 0 it is chosen."""
         if self.rank == 0:
             link.wait_for(lambda: self._store.check([f"ask/{ask}"]))
             at_least = Version(*json.loads(self._store.get(f"ask/{ask}")))
-            link.wait_for(lambda: self._announced >= at_least)
-            self._store.set(f"answer/{ask}", json.dumps([self._announced.timeline, self._announced.n]))
+            link.wait_for(lambda: self._announced[0] >= at_least)
+            version, number = self._announced
+            self._store.set(f"answer/{ask}", json.dumps([version.timeline, version.n, number]))
 
         link.wait_for(lambda: self._store.check([f"answer/{ask}"]))
-        return Version(*json.loads(self._store.get(f"answer/{ask}"))).n
+        number: int = json.loads(self._store.get(f"answer/{ask}"))[-1]
+        return number
 
-    def _send(self, link: Link, ask: str, n: int) -> None:
+    def _send(self, link: Link, ask: str, number: int) -> None:
         with self._lock:
-            part = self._parts.get(n)
-            self._sending[n] += part is not None
+            part = self._parts.get(number)
+            self._sending[number] += part is not None
         try:
-            self._give(link, ask, n, part)
+            self._give(link, ask, part)
         finally:
             with self._lock:
-                self._sending[n] -= part is not None
+                self._sending[number] -= part is not None
 
 
 class DeviceReceiver(Receiver):

@@ -46,7 +46,7 @@ class IpcSender(DeviceSender):
             self._store.set(f"block/{self.rank}/{number}", json.dumps(block.handle))
         return [block.data for block in self._blocks]
 
-    def _give(self, link: Link, ask: str, n: int, part: Tensor | None) -> None:
+    def _give(self, link: Link, ask: str, part: Tensor | None) -> None:
         number = next((number for number, block in enumerate(self._blocks) if block.data is part), -1)
         self._store.set(f"lease/{ask}/{self.rank}", str(number))
         if part is None:

@@ -46,11 +46,12 @@ class Line(ABC):
         ask = f"{self._number}/{next(self._asks)}"
         self._store.set(f"ask/{ask}", json.dumps([at_least.timeline, at_least.n]))
         self._links[0].wait_for(lambda: self._store.check([f"answer/{ask}"]), deadline_s)
-        version = Version(*json.loads(self._store.get(f"answer/{ask}")))
+        timeline, n, number = json.loads(self._store.get(f"answer/{ask}"))
+        version = Version(timeline, n)
         if not self._tables:
             self._agree()
 
-        self._digests = [int(self._store.get(key)) for key in offered(self._run, version.n)]
+        self._digests = [int(self._store.get(key)) for key in offered(self._run, number)]
         self._parts = [self._part(rank, ask, version, advance) for rank in range(len(self._links))]
         return version
 
@@ -111,6 +112,6 @@ class Line(ABC):
         """A rank's rows of the version that `ask` was answered with. Raises RuntimeError where they do not come."""
 
 
-def offered(run: RunFile, n: int) -> list[str]:
-    """Where each rank of the learner says that it has offered version `n`, and the digest of its rows."""
-    return [f"offered/{n}/{rank}" for rank in range(run.config.learner.ranks)]
+def offered(run: RunFile, number: int) -> list[str]:
+    """Where each rank of the learner says that it has made this offer, and the digest of its rows."""
+    return [f"offered/{number}/{rank}" for rank in range(run.config.learner.ranks)]

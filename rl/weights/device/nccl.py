@@ -1,7 +1,7 @@
 """Channel `nccl`: every rank of the learner sends its own rows to every rank of an engine, from device to device.
 
-A link (`rl.weights.device.ends`) is a group of two, so no group has two receivers. A header with the version goes ahead
-of the packed rows, which are received into a buffer beside the model.
+A link (`rl.weights.device.ends`) is a group of two, so no group has two receivers. Whether the packed rows are still
+there goes ahead of them. They are received into a buffer beside the model.
 
 Where engines are on a CPU the backend is gloo, and all else is the same: so it is tested. **No GPU has run it.** An
 engine's device needs room for one more version; NCCL refuses two ranks on one device.
@@ -28,17 +28,17 @@ class NcclSender(DeviceSender):
     def _new_parts(self, nbytes: int) -> list[Tensor]:
         return list(torch.zeros(self.run.config.weights.slots, nbytes, dtype=torch.uint8, device=self._device))
 
-    def _give(self, link: Link, ask: str, n: int, part: Tensor | None) -> None:
-        link.transfer(torch.tensor([-1 if part is None else n], device=self._device))
+    def _give(self, link: Link, ask: str, part: Tensor | None) -> None:
+        link.transfer(torch.tensor([part is not None], device=self._device))
         for bucket in () if part is None else part.split(_BUCKET_BYTES):
             link.transfer(bucket)
 
 
 class NcclLine(Line):
     def _part(self, rank: int, ask: str, version: Version, advance: Callable[[int], None]) -> Tensor:
-        header = torch.zeros(1, dtype=torch.int64, device=self._device)
+        header = torch.zeros(1, dtype=torch.bool, device=self._device)
         self._links[rank].transfer(header)
-        if header.item() != version.n:
+        if not header.item():
             raise RuntimeError(f"rank {rank} of the learner no longer has version {label(version)}")
 
         part = self._parts[rank] if self._parts else self._buffer(rank)

@@ -148,6 +148,18 @@ def test_the_newest_version_arrives_cast_and_with_the_senders_checksum(
     assert len(set(receipts)) == 6 and receiver.progress > 4 * 301 * 16 * 2
 
 
+def test_versions_that_are_offered_again_after_an_undo(senders: list[Sender], receiver: DeviceReceiver) -> None:
+    """With other rows, and for longer than there are slots."""
+    for timeline, versions in ((0, range(7)), (1, range(4, 12))):
+        for n in versions:
+            rows = content(n + 12 * timeline)
+            receipt = offer_rows(senders, n, rows, timeline)
+            version, tensors = receiver.take(Version(timeline, n), 30)
+            assert version == Version(timeline, n) and receiver.receipt() == receipt
+            assert all(torch.equal(tensor.float(), rows[name]) for name, tensor in tensors)
+            assert receiver.release()
+
+
 def test_a_receiver_that_is_killed_in_an_update_and_its_successor(run: RunFile, senders: list[Sender]) -> None:
     receipts = [offer(senders, 0)]
     dying, other = follower(run, 0, halts=signal.SIGKILL), follower(run, 1)
@@ -224,8 +236,12 @@ def test_waits_have_a_deadline_and_a_name(senders: list[Sender], receiver: Devic
         receiver.take(Version(0, 1), 0.3)
     assert receiver.take(Version(0, 0), 30)[0] == Version(0, 0)  # an expired wait leaves nothing behind
     senders[0].wait = lambda _, ask: ask(0.2)
-    with pytest.raises(WaitExpired, match="learner rank 0 waits for rank 0, 1 to offer version 5"):
-        senders[0].receipt(5)
+    rows = {"embed": 151, "norm": 4}  # of the first of two ranks
+    whole = content(1)
+    pieces = [(name, whole[name][:count], Placement(tuple(whole[name].shape))) for name, count in rows.items()]
+    senders[0].offer(1, [*pieces, ("scalar", whole["scalar"], Placement(()))])
+    with pytest.raises(WaitExpired, match="learner rank 0 waits for rank 1 to offer version 1"):
+        senders[0].receipt(1)
 
 
 def test_rows_that_are_missing_are_an_error(senders: list[Sender], receiver: DeviceReceiver) -> None:

@@ -146,8 +146,8 @@ def told(row: Row) -> tuple[str, str]:
 
 
 def told_anew(row: Row, before: str) -> tuple[str, str, str]:
-    """The earlier figure, and then as `told`: `unrun` where the row's file is not there, has not got that far, or says
-    that a case failed or could not be had."""
+    """The earlier figure, and then as `told`: `unrun` where the row's file is not there, has not got that far, or tells
+    of a case that failed."""
     earlier = told(Row(row.what, row.before, row.command, before))[0] if row.before else "–"
     found = content(row.file) if (RESULTS / row.file).exists() else {"unrun": ""}
     if "unrun" in found:

@@ -76,8 +76,10 @@ class HostWeights(nn.Module):
 
     @torch.no_grad()
     def give_back(self, *, room: bool = True) -> None:
-        """The device's copies are those of the weights here. room: for one more tensor in float32 there, which is the
-        faster way; engines that share the device may have it just now."""
+        """The device's copies are those of the weights here.
+
+        room: for one more tensor in float32 there, which is faster. Engines that share the device may have it just now.
+        """
         for parameter, master in zip(self._copies, self._masters, strict=True):
             rows = local(parameter)
             rows.copy_(local(master).to(rows.device, non_blocking=True) if room else local(master).to(rows.dtype))

@@ -73,8 +73,11 @@ def copied(module: M, device: str | torch.device, dtype: torch.dtype | None = No
 
 
 def copy_of(tensor: Tensor, device: str | torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor on `device` with the same values, sharded alike. Between a GPU and locked pages of the host the copy is
-    only begun; not so where a sharded tensor comes to the host, because FSDP may read it there at once."""
+    """A tensor on `device` with the same values, sharded alike.
+
+    Between a GPU and locked pages of the host the copy is only begun. A sharded tensor is on the host at once, because
+    FSDP may read it there.
+    """
     locked = tensor.is_cuda and torch.device(device).type == "cpu"
     made = torch.empty_like(tensor, device=device, dtype=dtype or tensor.dtype, pin_memory=locked)
     own, rows = (part.to_local() if isinstance(part, DTensor) else part for part in (made, tensor.detach()))

@@ -185,8 +185,8 @@ class DeviceSender(Sender):
             link.wait_for(lambda: self._store.check([f"ask/{ask}"]))
             at_least = Version(*json.loads(self._store.get(f"ask/{ask}")))
             link.wait_for(lambda: self._announced[0] >= at_least)
-            version, number = self._announced
-            self._store.set(f"answer/{ask}", json.dumps([version.timeline, version.n, number]))
+            version, offer = self._announced
+            self._store.set(f"answer/{ask}", json.dumps([version.timeline, version.n, offer]))
 
         link.wait_for(lambda: self._store.check([f"answer/{ask}"]))
         number: int = json.loads(self._store.get(f"answer/{ask}"))[-1]

@@ -325,7 +325,7 @@ class Config(Section):
     """Where engines and ranks run; `auto` is cuda where the driver lists a GPU."""
     placement: Literal["auto", "apart", "shared", "alternate"] = "auto"
     """`apart`: engines and ranks have their own GPUs; `shared`: a rank is on an engine's; `alternate`: there they take
-    turns (unrun); `auto` shares where there is one."""
+    turns (unrun); `auto`: shared on one."""
     resume: Path | None = None
     """A checkpoint's or run's folder to continue from; `auto`: the newest of this name; `new`: none; null: `auto` where
     the same configuration stopped early."""

@@ -265,6 +265,7 @@ class Lab:
             publish=self._publish_version,
             export=lambda step: None,
         )
+
         try:
             train(cast(Any, learner), cast(Any, self))
         except RunAlarm as alarm:

@@ -202,6 +202,7 @@ def test_routers_are_told_and_watched_as_before(
         )
         for each in (False, True)
     )
+
     for seed, pack in enumerate(packs()):
         random = torch.rand(pack.tokens, 2, 8, generator=torch.Generator().manual_seed(seed))
         told = pack.with_columns(**{ROUTED_EXPERTS: random.topk(2).indices.to(torch.int32)})
@@ -275,6 +276,7 @@ def backward_of_segments(
         odds, factor = odds_of(query[own], key[seen], scale)
         of_odds = torch.einsum("qhd,khd->hqk", grad[own], spread(value[seen], query))
         of_scores = odds * (of_odds - (odds * of_odds).sum(-1, keepdim=True)) * factor
+
         dq[own] = torch.einsum("hqk,khd->qhd", of_scores, spread(key[seen], query))
         dk[seen] = gathered(torch.einsum("hqk,qhd->khd", of_scores, query[own]), key)
         dv[seen] = gathered(torch.einsum("hqk,qhd->khd", odds, grad[own]), key)
@@ -334,6 +336,7 @@ def test_the_head_that_inductor_makes_is_the_plain_one(
     for tokens in (23, 40, 57):
         hidden, weight = (torch.randn(rows, 8, generator=random).to(dtype) for rows in (tokens, 97))
         targets = torch.randint(97, (tokens,), generator=random)
+
         found = []
         for compile in (False, True):
             own = [each.clone().requires_grad_() for each in (hidden, weight)]
@@ -348,6 +351,7 @@ def test_the_head_that_inductor_makes_is_the_plain_one(
             )
             (logp * targets.cos() + (0.3 * entropy * targets.sin() if entropy_gradient else 0)).sum().backward()
             found.append((logp.detach(), entropy.detach(), own[0].grad, own[1].grad))
+
         for one, other in zip(*found, strict=True):
             assert one is not None and other is not None
             within = 1e-6 * max(1.0, float(other.abs().max())) if dtype == torch.float32 else 1e-2

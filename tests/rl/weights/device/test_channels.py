@@ -62,6 +62,7 @@ def follow(folder: str, name: str, incarnation: int, halts: int, device: str, as
             at_least = asked.recv()
         except EOFError:  # the end of the test
             break
+
         version, tensors = receiver.take(Version(*at_least), 60)
         receipt = receiver.receipt()
         arrived = {name: tensor.cpu() for name, tensor in tensors}

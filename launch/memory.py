@@ -348,8 +348,8 @@ def _learner(config: Config, model: ModelShape, device: str) -> dict[str, int]:
     """The bytes of one rank at its peak, by purpose.
 
     Weights, gradients and optimizer are divided among the ranks; with the optimizer's states on the host the device has
-    weights in the dtype of the forward, and no moments. FSDP gathers the root and two layers at a time. With
-    recomputation a layer keeps its input, and the peak is the head's, or that of one layer and of its backward.
+    weights in the dtype of the forward, and no moments. With recomputation a layer keeps its input, and the peak is the
+    head's, or that of one layer and of its backward.
     With adapters the model itself stands still, in the dtype of the forward, and is its own reference.
     Of a pack that ranks compute together each has its share of the tokens. Of several copies each is divided among its
     own ranks.
@@ -384,16 +384,32 @@ def _learner(config: Config, model: ModelShape, device: str) -> dict[str, int]:
         working += tokens * model.exchanged_bytes(together, number)
 
     shards = learner.ranks // learner.copies
-    two_layers = min(2, model.layers) * model.layer
     moments = {} if on_host else {"optimizer": 2 * ((adapters + whole) * _MASTER // shards)}
     return {
         "weights": (adapters * _MASTER + whole * weight) // shards + still // shards,
         "gradients": (adapters * _MASTER + whole * gradient) // shards,
         **moments,
-        "gathered": (model.trained - model.layers * model.layer + two_layers) * number,
+        "gathered": _gathered(config, model),
         "activations": kept,
         "working space": working,
     }
+
+
+def _gathered(config: Config, model: ModelShape) -> int:
+    """The bytes that a forward and its backward compute with, where these are copies of what is trained.
+
+    FSDP gathers the root and two layers at a time. A rank that is alone casts them; without recomputation it keeps what
+    it has cast. What stands in the dtype of the forward already is computed with as it is.
+    """
+    learner = config.learner
+    number = _bytes(config.model.dtype)
+    layers = min(2, model.layers)
+    if learner.ranks == 1:
+        if number == _MASTER or learner.optimizer_states == "host" or lora_options(config.model):
+            return 0
+        if not learner.activation_checkpointing:
+            layers = model.layers
+    return (model.trained - (model.layers - layers) * model.layer) * number
 
 
 def _moving(config: Config, model: ModelShape) -> tuple[int, int]:

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from experiments.bench import rollout as bench
 from experiments.bench._measuring import temporary_run
@@ -113,17 +112,16 @@ async def _updates(result: Result, run: RunFile, name: str) -> None:
     await engine.start()
     result.note(f"{name} engine_start_s", time.perf_counter() - begin)
 
-    # Sharded as a run's: only so does it compute in half precision throughout. Where vLLM's core is in this process, as
-    # on a CPU, it has ranks of its own there.
+    # Where vLLM's core is in this process, as on a CPU, it has ranks of its own there.
     on_gpu = run.device == "cuda"
-    with one_rank(run.device, int(name == "nccl")) if on_gpu else contextlib.nullcontext() as mesh:
-        await _updated(result, run, name, engine, mesh)
+    with one_rank(run.device, int(name == "nccl")) if on_gpu else contextlib.nullcontext():
+        await _updated(result, run, name, engine)
 
 
-async def _updated(result: Result, run: RunFile, name: str, engine: Any, mesh: DeviceMesh | None) -> None:
+async def _updated(result: Result, run: RunFile, name: str, engine: Any) -> None:
     assert run.model_folder is not None
     options = ModelOptions(dtype=getattr(torch, run.config.model.dtype), lora=lora_options(run.config.model))
-    policy = Policy.load(run.model_folder, mesh, run.device, options)
+    policy = Policy.load(run.model_folder, None, run.device, options)
     entries = weight_entries(policy, run)
     result.note("bytes", bytes_of(entries))
     result.note("bare_copies_s", _bare_copies(bytes_of(entries), run.device))

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from experiments.bench._bare_loop import BareLoop
 from experiments.bench._measuring import batch_part_of, temporary_run
@@ -83,7 +82,7 @@ Step = Callable[[BatchPart], None]
 
 def learner(result: Result, device: str) -> None:
     """Each case by itself: one that does not fit leaves the others. The first size is profiled as well."""
-    with one_rank(device) as mesh, tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
+    with one_rank(device), tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         for size, checkpointing, compile in _CASES[device]:
             model = save_model(size, Path(folder), device)
             config = config_of(size, device, checkpointing, [f"learner.compile={str(compile).lower()}"])
@@ -93,7 +92,7 @@ def learner(result: Result, device: str) -> None:
                 _clear(device)
 
                 with _if_it_fits(result, case):
-                    step = _fresco(config, model, mesh, device) if name == "fresco" else _bare(config, model, device)
+                    step = _fresco(config, model, device) if name == "fresco" else _bare(config, model, device)
                     found = _measured(step, size, device, repeated=name == "fresco")
                     result.note(case, found)
                     rates[name] = found["fresh"]["tokens_per_s"]
@@ -120,14 +119,14 @@ def memory(result: Result, device: str) -> None:
     """The peak of a step beside the estimate of the preflight."""
     if device == "cpu":
         raise Unrun("torch does not count the bytes of a CPU")
-    with one_rank(device) as mesh, tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
+    with one_rank(device), tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         for size, checkpointing in _MEMORY[device]:
             config = config_of(size, device, checkpointing)
             case = f"{size}{', activations again' if checkpointing else ''}"
             model = save_model(size, Path(folder), device)
             _clear(device)
             with _if_it_fits(result, case):
-                step = _fresco(config, model, mesh, device)
+                step = _fresco(config, model, device)
                 for seed in range(2):
                     step(_batch_part(size, device, seed))
 
@@ -155,7 +154,7 @@ def kinds(result: Result, device: str) -> None:
 def _note_steps(result: Result, device: str, cases: Sequence[tuple[str, str, tuple[str, ...]]]) -> None:
     """cases: size, name, fields. What neither GPU nor host holds is noted so, by the estimate."""
     here = this_machine()
-    with one_rank(device) as mesh, tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
+    with one_rank(device), tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         for size, name, overrides in cases:
             config = config_of(size, device, checkpointing=True, overrides=overrides)
             needs = estimate(config, device, shape_of(size))
@@ -172,14 +171,14 @@ def _note_steps(result: Result, device: str, cases: Sequence[tuple[str, str, tup
             if not model.exists():
                 save_model(size, Path(folder), device)
             with _if_it_fits(result, f"{size}, {name}"):
-                result.note(f"{size}, {name}", _with_states(config, model, mesh, size, device) | _promised(own))
+                result.note(f"{size}, {name}", _with_states(config, model, size, device) | _promised(own))
 
 
-def _with_states(config: Config, model: Path, mesh: DeviceMesh, size: str, device: str) -> dict[str, Any]:
+def _with_states(config: Config, model: Path, size: str, device: str) -> dict[str, Any]:
     """Of the third of three steps: the first one makes AdamW's moments, and locks pages."""
     threads = torch.get_num_threads()
     torch.set_num_threads(len(os.sched_getaffinity(0)) if device == "cuda" else 1)
-    trainer = Trainer(config, model, last_step=1000, mesh=mesh, device=device)
+    trainer = Trainer(config, model, last_step=1000, device=device)
     found: dict[str, Any] = {}
 
     for seed in range(3):
@@ -252,8 +251,8 @@ def _batch_part(size: str, device: str, seed: int) -> BatchPart:
     return batch_part
 
 
-def _fresco(config: Config, model: Path, mesh: DeviceMesh, device: str) -> Step:
-    trainer = Trainer(config, model, last_step=1000, mesh=mesh, device=device)
+def _fresco(config: Config, model: Path, device: str) -> Step:
+    trainer = Trainer(config, model, last_step=1000, device=device)
 
     def step(batch_part: BatchPart) -> None:
         stats = UpdateStats()
@@ -342,13 +341,13 @@ def _clear(device: str) -> None:
 
 
 @contextmanager
-def one_rank(device: str, number: int = 0) -> Iterator[DeviceMesh]:
-    """The mesh of a rank that is alone, on the GPU of this number."""
+def one_rank(device: str, number: int = 0) -> Iterator[None]:
+    """The process group of a rank that is alone, on the GPU of this number."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if device == "cuda":
         torch.cuda.set_device(number)
     try:
-        yield init_device_mesh(device, (1,))
+        yield
     finally:
         dist.destroy_process_group()

@@ -27,6 +27,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from rl.config.lora import LoraOptions
 from rl.models import families, lora
 from rl.models.adapter_files import check_start, read_adapters
+from rl.models.casts import compute_in
 from rl.models.compiled import compile_layers
 from rl.models.head import token_logprobs
 from rl.models.layout import Layout
@@ -56,7 +57,6 @@ class PackedModel(nn.Module):
         self.routers = Routers(self.decoder)
         if options.router_replay and len(self.routers):
             self.reads = (ROUTED_EXPERTS,)
-        self.autocast_dtype: torch.dtype | None = None  # compute dtype of an unsharded model; FSDP casts by itself
         self.mesh: DeviceMesh | None = None
         self.team = options.team
         self._kernel = options.attention
@@ -183,12 +183,6 @@ class PackedModel(nn.Module):
         found = values.new_zeros(pack.tokens).index_copy(0, layout.targets, values)
         return found if self.team is None else self.team.joined(found)
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The dtype that forwards compute in."""
-        if self.autocast_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.autocast_dtype)
-
 
 class Policy(PackedModel):
     """`model` is a causal language model of transformers whose logits are `hidden @ lm_head.weight.T`, or so scaled."""
@@ -213,8 +207,7 @@ class Policy(PackedModel):
         """See `rl.models.protocol`. The head, the largest matrix of a small model, runs on targets only."""
         layout = self.layout_of(pack)
         self.routers.watch(layout.rows)
-        with self.autocast():
-            hidden = self.contexts(pack, layout)  # (S, H)
+        hidden = self.contexts(pack, layout)  # (S, H)
         routing = self.routers.seen()
 
         found = token_logprobs(
@@ -300,7 +293,8 @@ def shard_policy(
     if options.activation_checkpointing:
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     if mesh is None:
-        policy.autocast_dtype = None if options.dtype == torch.float32 else options.dtype
+        if options.dtype != torch.float32:
+            compute_in(policy, policy.decoder.layers, options.dtype)
         return allocate(policy, device)
 
     precision = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=options.reduce_dtype)
@@ -332,6 +326,5 @@ class Critic(PackedModel):
     def forward(self, pack: Pack) -> Tensor:
         """See `rl.models.protocol`."""
         layout = self.layout_of(pack)
-        with self.autocast():
-            values = self.head(self.contexts(pack, layout))[:, 0].float()  # (S,)
+        values = self.head(self.contexts(pack, layout))[:, 0].float()  # (S,)
         return self._at_targets(values, pack, layout)

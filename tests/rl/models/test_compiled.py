@@ -115,6 +115,7 @@ def equal(one: PackedModel, other: PackedModel, pack: Pack, tolerance: float = 1
     ("name", "sharded"),
     [
         ("plain", False),
+        ("bfloat16", False),
         pytest.param("activations again", True, marks=pytest.mark.docs),
         pytest.param("adapters", True, marks=pytest.mark.docs),
         pytest.param("bfloat16", True, marks=pytest.mark.docs),

@@ -38,6 +38,7 @@ from rl.weights.turns import Turns
 from rl.wire.messages import Version
 from rl.wire.run import RunFile
 from rollout.generator.engines.cpu import experts, unpacked
+from rollout.generator.engines.nameless import expect_no_names, forget_names
 from rollout.generator.engines.owner import die_with_owner
 from rollout.generator.engines.vllm_adapter import load_adapter
 
@@ -54,6 +55,7 @@ class LoadsWeights:
     def weights_open(self, run_folder: str, index: int, incarnation: int, untied: bool, progress: str) -> None:
         """To be called before any other. `untied`: whether the engine gave a tied model its own head; `progress`: the
         file for it."""
+        forget_names()
         run = RunFile.load(run_folder)
         device = str(self.model_runner.device)
         self._weights_receiver = make_receiver(run, f"generator-{index}-{self.rank}", incarnation, device)
@@ -196,4 +198,5 @@ def with_head(pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
 
 unpacked.heed_environment()
 experts.heed_expert_map()
+expect_no_names()
 die_with_owner()

@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,6 +72,13 @@ ON_EACH_DEVICE = [
     pytest.param("cuda", marks=ON_A_GPU),
 ]
 """For a fixture of tests that one body tries on a CPU and shows on a GPU."""
+
+
+def names_in_shared_memory(processes: Iterable[psutil.Process]) -> set[str]:
+    """Of memory that an engine's processes share: what would stay if all were killed now. A run's own file goes with
+    the run, and Python's tracker removes semaphores."""
+    maps = [file.path for each in processes if each.is_running() for file in each.memory_maps(grouped=True)]
+    return {path for path in maps if re.match(r"/dev/shm/(?!fresco-|sem\.)", path) and Path(path).exists()}
 
 
 class Rig:
@@ -135,6 +143,8 @@ class Rig:
         self.update()
 
     def stop(self) -> None:
+        left = names_in_shared_memory(self.processes)
+        assert left == set(), left
         self.call(self.engine.stop())
         gone, alive = psutil.wait_procs(self.processes, timeout=60)
         self._loop.call_soon_threadsafe(self._loop.stop)

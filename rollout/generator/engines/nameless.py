@@ -31,4 +31,4 @@ def expect_no_names() -> None:
         with contextlib.suppress(FileNotFoundError):
             _unlink(memory)
 
-    SharedMemory.unlink = unlink  # type: ignore[method-assign]
+    SharedMemory.unlink = unlink  # type: ignore[method-assign, assignment]

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from experiments.bench._measuring import parser_of, write
 from experiments.bench._ratios import machine
+from rl.models import policy as policies
 from rl.models.loading import empty_model, read_weights
 from rl.models.packed_attention import NAME
 from rl.models.packing import sequence_pack
@@ -73,9 +73,8 @@ def rank_main(rank: int, folder: str, variant: str, options: argparse.Namespace)
     mesh = init_device_mesh("cpu", (options.ranks,))
 
     policy = Policy(empty_model(folder, NAME)).train()
-    if variant == "experts":
-        for layer in policy.decoder.layers:
-            fully_shard(layer.mlp.experts, mesh=mesh)
+    if variant == "layers":
+        policies.expert_stacks = lambda layer: []
     shard_policy(policy, ModelOptions(activation_checkpointing=True), mesh=mesh)
     read_weights(policy.model, Path(folder))
 

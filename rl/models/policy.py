@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -284,8 +285,9 @@ def shard_policy(
 ) -> M:
     """Shard a policy or a critic in place over a mesh; without one only move it to the device.
 
-    Of a mesh of two dimensions the first one has copies. What is trained and its gradients stay float32, forward and
-    backward run in `options.dtype`, and ranks add up their gradients in `options.reduce_dtype`.
+    Experts are gathered apart from their layer. Of a mesh of two dimensions the first one has copies. What is trained
+    and its gradients stay float32, forward and backward run in `options.dtype`, and ranks add up their gradients in
+    `options.reduce_dtype`.
     """
     policy.mesh = mesh
     if options.compile:  # before sharding, whose hooks stay around what is compiled
@@ -298,12 +300,21 @@ def shard_policy(
         return allocate(policy, device)
 
     precision = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=options.reduce_dtype)
+    as_given = replace(precision, cast_forward_inputs=False)  # some routers give weights in float32
     for layer in policy.decoder.layers:
+        for experts in expert_stacks(layer):
+            fully_shard(experts, mesh=mesh, mp_policy=as_given)
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     # FSDP's default keeps the root's parameters gathered after a forward: a later one without gradients would
     # leave them so through the optimizer's step, and the next forward would see old embeddings.
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     return allocate(policy, device)
+
+
+def expert_stacks(layer: nn.Module) -> list[nn.Module]:
+    """The modules of a layer that hold matrices of all its experts, which are nearly all of it."""
+    own = {module: list(module.parameters(recurse=False)) for module in layer.modules()}
+    return [module for module, held in own.items() if held and all(each.dim() == 3 for each in held)]
 
 
 class Critic(PackedModel):

@@ -106,8 +106,11 @@ class GeneratorServer:
                 self._turns.close()
 
     async def _start(self) -> None:
-        while self._turns is not None and not self._turns.take():  # the supervisor watches the learner that has it
-            await asyncio.sleep(POLL_S)
+        if self._turns is not None:
+            with self._process.waits.on("learner"):  # which the supervisor watches while it has the device
+                while not self._turns.take():
+                    await asyncio.sleep(POLL_S)
+
         with watched_start(self._process):
             self._limits = await self._engine.start()
         self._spawn(self._engine.watch())

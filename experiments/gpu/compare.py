@@ -169,7 +169,7 @@ def _of_repeat(trainer: ModuleType, job: Job, repeat: int, watch: Watched) -> li
         running = watch.running
         rows = [row for row in trainer.rows(job) if row.repeat == repeat]
         if has_ended(job, rows):
-            return rows
+            return rows[: job.steps]  # more were made between two looks
 
         if not running:
             watch.fail(f"it ended after {len(rows)} steps of repeat {repeat}")

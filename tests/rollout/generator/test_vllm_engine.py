@@ -125,20 +125,8 @@ def test_drain_lets_running_requests_end_under_the_old_weights(rig: Rig, monkeyp
     monkeypatch.setattr("rollout.generator.engines.vllm.DRAIN_S", 240)
     before = [rig.request(prompt, max_tokens=60) for prompt in prompts(4)]
     during = rig.request(PROBE)
-    rig.publish(rig.n + 1)
 
-    async def run() -> tuple[list[Sampled], Sampled]:
-        tasks, tokens = rig.watch(before)
-        while min(tokens) < 1:
-            await asyncio.sleep(0.005)
-        load = asyncio.create_task(rig.load_next())
-        while rig.engine._open:
-            await asyncio.sleep(0)
-        late = rig.begin(during)
-        await load
-        return await asyncio.gather(*tasks), await late
-
-    results, late = rig.call(run())
+    results, late = rig.update_amid(before, during)
     assert all(result.policy_version == [rig.n - 1] * 60 for result in results)
     assert late.policy_version == [rig.n] * 24 and rig.error(during, late) < TOLERANCE
 

@@ -196,20 +196,8 @@ def test_an_update_by_each_policy(rig: PathsRig, on_update: Update, monkeypatch:
 
     requests = [rig.fresh(40, max_tokens=400) for _ in range(3)]
     meanwhile = rig.fresh(40)
-    rig.publish(rig.n + 1)
 
-    async def run() -> tuple[list[Sampled], Sampled]:
-        tasks, tokens = rig.watch(requests)
-        while min(tokens) < 10:
-            await asyncio.sleep(0.001)
-        load = asyncio.create_task(rig.load_next())
-        while rig.engine._open:
-            await asyncio.sleep(0)
-        late = rig.begin(meanwhile)
-        await load
-        return await asyncio.gather(*tasks), await late
-
-    results, late = rig.call(run())
+    results, late = rig.update_amid(requests, meanwhile, tokens=10)
     assert set(late.policy_version) == {rig.n} and rig.agrees([meanwhile], [late])
     _ran_through(rig, on_update, requests, results)
 

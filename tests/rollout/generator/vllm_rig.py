@@ -219,6 +219,26 @@ class Rig:
         """Start a request; call from the engine's loop."""
         return asyncio.create_task(self.engine.generate(request, progress))
 
+    def update_amid(
+        self, running: Sequence[Generate], meanwhile: Generate, tokens: int = 1
+    ) -> tuple[list[Sampled], Sampled]:
+        """The results of requests in which an update falls, once each has so many tokens, and of one that begins while
+        it is loaded."""
+        self.publish(self.n + 1)
+
+        async def run() -> tuple[list[Sampled], Sampled]:
+            tasks, sampled = self.watch(running)
+            while min(sampled) < tokens:
+                await asyncio.sleep(0.001)
+            load = asyncio.create_task(self.load_next())
+            while self.engine._open:
+                await asyncio.sleep(0)
+            late = self.begin(meanwhile)
+            await load
+            return await asyncio.gather(*tasks), await late
+
+        return self.call(run())
+
     def watch(self, requests: Sequence[Generate]) -> tuple[list[asyncio.Task[Sampled]], list[int]]:
         """Start all; how many tokens each has, as it grows. Call from the engine's loop."""
         tokens = [0] * len(requests)

@@ -399,15 +399,18 @@ def _gathered(config: Config, model: ModelShape) -> int:
     """The bytes that a forward and its backward compute with, where these are copies of what is trained.
 
     FSDP gathers the root and two layers at a time. A rank that is alone casts them; without recomputation it keeps what
-    it has cast. What stands in the dtype of the forward already is computed with as it is.
+    it has cast. What stands in the dtype of the forward already is computed with as it is: behind adapters, and beside
+    weights on the host.
     """
     learner = config.learner
     number = _bytes(config.model.dtype)
     layers = min(2, model.layers)
     if learner.ranks == 1:
-        if number == _MASTER or learner.optimizer_states == "host" or lora_options(config.model):
+        adapters = lora_options(config.model) is not None and config.algo.critic is None
+        compared = config.algo.kl.coef and config.algo.kl.reference != "start"  # with a whole model, without gradients
+        if number == _MASTER or learner.optimizer_states == "host" or (adapters and not compared):
             return 0
-        if not learner.activation_checkpointing:
+        if not learner.activation_checkpointing and not adapters:
             layers = model.layers
     return (model.trained - (model.layers - layers) * model.layer) * number
 

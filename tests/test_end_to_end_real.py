@@ -24,6 +24,7 @@ from rl.models.packing import sequence_pack
 from rl.models.policy import Policy
 from rl.store.batch_files import read_batch_parts
 from rl.wire.messages import BatchPart
+from tests.rollout.generator.vllm_rig import names_in_shared_memory
 from tests.test_end_to_end_simulated import SAMPLE_STATES, TOKEN_STATES, wait_for_step
 
 pytestmark = pytest.mark.slow
@@ -176,13 +177,17 @@ def goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.docs
-def test_a_killed_engine_process_is_replaced_and_ctrl_c_ends_its_successor_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", ["core", "rank"])
+def test_a_killed_engine_process_is_replaced_and_ctrl_c_ends_its_successor_too(killed: str, tmp_path: Path) -> None:
     """It is vLLM's own process that an out-of-memory kill hits, where it has one; nothing else restarts."""
     settings = ["steps=100000", "learner.checkpoint_every=0", "generator.options.own_process=true"]
     with system(tmp_path, *settings) as process:
         wait_for_step(tmp_path, 2, deadline_s=400)
         (engine,) = [each for each in psutil.Process(process.pid).children(recursive=True) if is_engine(each)]
-        engine.kill()
+        processes = [engine, *engine.children(recursive=True)]
+        (rank,) = [each for each in processes if "Worker" in each.name()]
+        assert names_in_shared_memory(processes) == set()
+        (engine if killed == "core" else rank).kill()
         done = steps_done(tmp_path)
         wait_for_step(tmp_path, done + 3, deadline_s=400)  # two batches may have been on their way
 
@@ -190,8 +195,11 @@ def test_a_killed_engine_process_is_replaced_and_ctrl_c_ends_its_successor_too(t
         output, _ = process.communicate(timeout=240)
 
     assert process.returncode == 130, output[-3000:]
-    assert f"vLLM's engine process {engine.pid} was killed by SIGKILL" in output
-    assert [path.name for path in (tmp_path / "simulated" / "logs").glob("*.1.log")] == ["generator.0.1.log"]
+    how = "was killed by SIGKILL" if killed == "core" else "ended with exit code 1"
+    assert f"vLLM's engine process {engine.pid} {how}" in output
+    logs = tmp_path / "simulated" / "logs"
+    assert [path.name for path in logs.glob("*.1.log")] == ["generator.0.1.log"]
+    assert not [path.name for path in logs.glob("generator.*") if "Exception ignored" in path.read_text()]
     nothing_is_left(tmp_path)
 
 

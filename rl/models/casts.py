@@ -1,7 +1,7 @@
 """A rank that is alone: what it calls computes with copies of its weights in the dtype of the forward.
 
-FSDP casts so for ranks that share a model, and the numbers are the same to the last bit. For one rank it also gathers,
-which copies each layer twice more in every pass, and takes Python a millisecond a layer.
+FSDP casts so for ranks that share a model, and a forward and its backward are the same to the last bit. For one rank it
+also gathers, which copies each layer twice more in every pass, and takes Python a millisecond a layer.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class _Casting:
         called.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self._end()  # after a Ctrl-C torch does not
         self._held = [owned[name] for owned, name in self._places]
         others = dict.fromkeys(each for each in self._held if each is not None and each.dtype != self._dtype)
         if others:

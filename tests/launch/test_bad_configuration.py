@@ -464,6 +464,26 @@ def test_ranks_that_compute_together_share_a_samples_activations_and_nothing_els
     assert [together[name] for name in same] == [alone[name] for name in same]
 
 
+def test_a_rank_that_is_alone_has_copies_of_what_it_casts() -> None:
+    """Without recomputation all of them until the backward; none of what is in the dtype of the forward already."""
+    alone = ["learner.ranks=1", "learner.context_parallel=1"]
+    again, kept = ([*alone, f"learner.activation_checkpointing={each}"] for each in ("true", "false"))
+    adapters, critic = (
+        "model.lora={rank: 8, alpha: 16}",
+        ["algo.loss=ppo", "algo.advantage=gae", "algo.critic={lr: 1e-6}"],
+    )
+    whole = on_learner(FOUR_B, *kept)["gathered"]
+    assert (
+        whole == on_learner(FOUR_B, *kept)["weights"] // 2 == on_learner(FOUR_B, *kept, adapters, *critic)["gathered"]
+    )
+    assert 0 < on_learner(FOUR_B, *again)["gathered"] < whole / 2
+
+    for none in ([adapters], ["learner.optimizer_states=host"]):
+        assert on_learner(FOUR_B, *kept, *none)["gathered"] == 0
+    compared = on_learner(FOUR_B, *kept, adapters, "algo.kl={coef: 0.1, reference: other}")["gathered"]
+    assert compared == on_learner(FOUR_B, *again)["gathered"]
+
+
 def test_what_is_too_long_for_a_rank_is_refused_with_the_number_and_fits_several() -> None:
     long = ["generator.max_model_len=131072"]
     model = ModelShape.of(LLAMA_8B)

@@ -11,8 +11,18 @@ from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
 _MAPPED = re.compile(r" (/dev/shm/(?:psm|vllm_dist)_\S+)$", re.M)
 _unlink = SharedMemory.unlink
+
+
+class Executor(MultiprocExecutor):
+    """vLLM's own, in the process above the ranks, which has made some of that memory."""
+
+    def _init_executor(self) -> None:
+        expect_no_names()
+        super()._init_executor()
 
 
 def forget_names() -> None:

@@ -22,6 +22,7 @@ from rollout.generator.engines.routing import first_position
 from rollout.generator.engines.vllm_adapter import adapter_arguments
 
 _WORKER_EXTENSION = "rollout.generator.engines.vllm_worker.LoadsWeights"
+_EXECUTOR = "rollout.generator.engines.nameless.Executor"
 _REPORT_EVERY = 32  # tokens between two outputs of one request: each costs a task switch
 _STREAM_EVERY = 4  # likewise where a client reads along
 _MIN_BATCHED_TOKENS = 8192
@@ -65,6 +66,8 @@ def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
     on_cpu = context.run.device == "cpu"
     model = str(context.run.model_folder or context.run.config.model.path)
     share, cache = device_memory(context.run)
+    # On a CPU vLLM puts also a single rank into a process of its own, below its core's.
+    has_ranks_apart = config.tensor_parallel > 1 or (on_cpu and in_own_process(context.run))
     untied = context.run.untied and bool(AutoConfig.from_pretrained(model).tie_word_embeddings)
     adapter = served_adapter(context.run.config.model)
     arguments = AsyncEngineArgs(
@@ -82,6 +85,7 @@ def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
         enable_prefix_caching=True,
         scheduling_policy="priority",
         tensor_parallel_size=config.tensor_parallel,
+        distributed_executor_backend=_EXECUTOR if has_ranks_apart else None,
         enable_expert_parallel=options.expert_parallel,
         gpu_memory_utilization=share,
         kv_cache_memory_bytes=cache,

@@ -65,21 +65,20 @@ def test_layers_that_are_computed_again_and_adapters(options: str, tied: bool, m
     assert all(each.dtype == torch.float32 for each in alone.values())
 
 
-def test_a_forward_that_fails_leaves_the_weights_as_they_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_after_a_forward_that_failed_the_weights_are_what_they_were(error: type[BaseException], tmp_path: Path) -> None:
     policy = Policy.load(save_family("qwen3", tmp_path), options=OPTIONS["computed again"])
     before = dict(policy.named_parameters())
     expected = computed(policy)
     policy.zero_grad()
 
-    class Stopped(Exception): ...
-
     def stop(*_: object) -> None:
-        raise Stopped
+        raise error
 
     hook = policy.decoder.layers[1].mlp.register_forward_pre_hook(stop)
-    with pytest.raises(Stopped):
+    with pytest.raises(error):
         policy(pack_of(0))
     hook.remove()
 
-    assert all(each is before[name] and isinstance(each, nn.Parameter) for name, each in policy.named_parameters())
     assert all(torch.equal(each, expected[name]) for name, each in computed(policy).items())
+    assert all(each is before[name] and isinstance(each, nn.Parameter) for name, each in policy.named_parameters())

@@ -18,15 +18,16 @@ _unlink = SharedMemory.unlink
 
 
 class Executor(MultiprocExecutor):
-    """vLLM's own, in the process above the ranks, which has made some of that memory."""
+    """vLLM's own, in the process above the ranks: all have opened what there is before caches and graphs are made."""
 
     def _init_executor(self) -> None:
         expect_no_names()
         super()._init_executor()
+        self.collective_rpc("names_forget")
 
 
 def forget_names() -> None:
-    """Of all that this process has mapped. To be called in every rank, when all of them have begun."""
+    """Of all that this process has mapped, which is known to every rank that needs it."""
     for path in set(_MAPPED.findall(Path("/proc/self/maps").read_text())):
         with contextlib.suppress(FileNotFoundError):  # another rank was here before
             Path(path).unlink()

@@ -55,7 +55,6 @@ class LoadsWeights:
     def weights_open(self, run_folder: str, index: int, incarnation: int, untied: bool, progress: str) -> None:
         """To be called before any other. `untied`: whether the engine gave a tied model its own head; `progress`: the
         file for it."""
-        forget_names()
         run = RunFile.load(run_folder)
         device = str(self.model_runner.device)
         self._weights_receiver = make_receiver(run, f"generator-{index}-{self.rank}", incarnation, device)
@@ -74,6 +73,10 @@ class LoadsWeights:
             self._turns.take()
         elif self._turns is not None:
             self._turns.give()
+
+    def names_forget(self) -> None:
+        """Once all ranks have begun."""
+        forget_names()
 
     def routing_open(self, dtype: str) -> None:
         """Keep the experts that each token is routed to, from now on; on a CPU."""

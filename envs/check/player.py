@@ -85,6 +85,8 @@ class ByteTokenizer(IdTokenizer):
         written = np.asarray(ids, np.int32)
         return written[written < END].astype(np.uint8).tobytes().decode("utf-8", "replace")
 
+    turn_text = raw = decode
+
 
 class Player:
     """Plays with one family, which has started."""

@@ -18,7 +18,7 @@ from envs.check import resources
 from envs.check.checks import SHORT, Scope
 from envs.check.difficulty import Model, difficulty
 from envs.check.findings import Page
-from envs.check.player import Player
+from envs.check.player import ByteTokenizer, Player
 from envs.check.run import check_environment
 from envs.check.watch import Blocked, LoopWatch
 from envs.swe.generate import write_tasks
@@ -192,6 +192,13 @@ def test_what_takes_the_loop_is_named_and_interrupted() -> None:
 
 def sleep_on_the_loop() -> None:
     time.sleep(60)
+
+
+def test_the_tokenizer_of_a_check_reads_what_it_has_written() -> None:
+    """Else a long turn costs seconds, which the environment would be blamed for."""
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode("<answer>½</answer>")
+    assert {read(ids) for read in (tokenizer.decode, tokenizer.turn_text, tokenizer.raw)} == {"<answer>½</answer>"}
 
 
 def test_growth_is_named_beyond_what_caches_may_take() -> None:

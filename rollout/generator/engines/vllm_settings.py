@@ -66,8 +66,6 @@ def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
     on_cpu = context.run.device == "cpu"
     model = str(context.run.model_folder or context.run.config.model.path)
     share, cache = device_memory(context.run)
-    # On a CPU vLLM puts also a single rank into a process of its own, below its core's.
-    has_ranks_apart = config.tensor_parallel > 1 or (on_cpu and in_own_process(context.run))
     untied = context.run.untied and bool(AutoConfig.from_pretrained(model).tie_word_embeddings)
     adapter = served_adapter(context.run.config.model)
     arguments = AsyncEngineArgs(
@@ -85,7 +83,7 @@ def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
         enable_prefix_caching=True,
         scheduling_policy="priority",
         tensor_parallel_size=config.tensor_parallel,
-        distributed_executor_backend=_EXECUTOR if has_ranks_apart else None,
+        distributed_executor_backend=_EXECUTOR if config.tensor_parallel > 1 else None,
         enable_expert_parallel=options.expert_parallel,
         gpu_memory_utilization=share,
         kv_cache_memory_bytes=cache,

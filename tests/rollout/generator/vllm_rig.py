@@ -75,10 +75,9 @@ ON_EACH_DEVICE = [
 
 
 def names_in_shared_memory(processes: Iterable[psutil.Process]) -> set[str]:
-    """Of memory that an engine's processes share: what would stay if all were killed now. A run's own file goes with
-    the run, and Python's tracker removes semaphores."""
+    """Of memory that vLLM's processes share: what would stay if all were killed now."""
     maps = [file.path for each in processes if each.is_running() for file in each.memory_maps(grouped=True)]
-    return {path for path in maps if re.match(r"/dev/shm/(?!fresco-|sem\.)", path) and Path(path).exists()}
+    return {path for path in maps if re.match(r"/dev/shm/(psm|vllm)_", path) and Path(path).exists()}
 
 
 class Rig:

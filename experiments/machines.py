@@ -4,7 +4,7 @@
         process = machines.begin(1, ["fresco", "run", ...])
         machines.cut(3); machines.heal(3); machines.kill(4)
 
-A machine's first process is its power: when it dies, the kernel ends all others there.
+A machine's first process is its power: when it dies, the kernel ends all others there. It dies with who made it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ while :; do sleep 1000 & wait -n; done
 
 def missing() -> str:
     """What this box lacks for it; empty: nothing."""
-    tools = [tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None]
+    tools = [tool for tool in ("ip", "tc", "unshare", "nsenter", "setpriv") if shutil.which(tool) is None]
     if tools:
         return f"no {', '.join(tools)}"
     if os.geteuid():
@@ -105,7 +105,8 @@ class Machines:
         boot = _BOOT.format(host=f"node{number}", shared="\n".join(mounts), tmp=own, hidden="\n".join(hidden))
         spaces = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
         with (self._folder / f"{number}.log").open("wb") as log:
-            command = ["ip", "netns", "exec", f"{self._tag}{number}", *spaces, "bash", "-ec", boot]
+            dies_with_us = ["setpriv", "--pdeathsig", "KILL"]
+            command = [*dies_with_us, "ip", "netns", "exec", f"{self._tag}{number}", *spaces, "bash", "-ec", boot]
             outer = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
         until = time.monotonic() + _UP_S

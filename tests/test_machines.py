@@ -169,3 +169,26 @@ def test_machines_are_cut_off_killed_and_join_late_a_head_dies_and_the_last_step
         for number in (1, 3, 5):
             assert run.agents[number].wait(PATIENCE_S) == 0
             assert not machines.processes(number)
+
+
+MAKES_ONE = """
+from experiments.machines import Machines
+with Machines(1) as machines:
+    print(machines._power[1].pid, machines._tag, machines._folder, flush=True)
+    input()
+"""
+
+
+def test_a_machine_dies_with_who_made_it() -> None:
+    maker = subprocess.Popen(
+        [sys.executable, "-c", MAKES_ONE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert maker.stdout is not None
+    power, tag, folder = maker.stdout.readline().split()
+    machine = psutil.Process(int(power))
+    maker.kill()
+    maker.wait()
+    try:
+        assert psutil.wait_procs([machine], timeout=20)[1] == []
+    finally:
+        subprocess.run(f"ip netns del {tag}1; ip netns del {tag}s; rm -rf {folder}", shell=True, check=False)

@@ -68,6 +68,7 @@ def test_it_starts_no_engine_in_the_learners_turn_and_leaves_it_for_a_notice(out
     world.generate(1, gate=0)
     world.running(lambda running: running.get(1, 0) > 40)
     assert not learner.take()
+    started = world.heartbeat(lambda each: each.waits.get("learner", 0) > 0).waits["learner"]
 
     send(world.notices, RestNotice())
     assert rests(world).version == Version(0, 0)
@@ -75,7 +76,7 @@ def test_it_starts_no_engine_in_the_learners_turn_and_leaves_it_for_a_notice(out
     world.generate(2, gate=0)
     told = [world.running(lambda running: 2 in running).running for _ in range(4)]  # all of them were told at rest
     assert 40 < told[0][1] < 400 and told == [{1: told[0][1], 2: 0}] * 4
-    beat = world.heartbeat(lambda each: each.waits.get("learner", 0) > 0)
+    beat = world.heartbeat(lambda each: each.waits["learner"] > started)
     assert not beat.busy, "a rest would be taken for a hang"
 
     # The version that it has wakes it, but not before the learner has left.

@@ -237,7 +237,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode-s", metavar="BASE,MORE", help="seconds of a decode step, and of each other sequence")
     parser.add_argument("--answer", metavar="MEAN,SIGMA", help="tokens of one answer, log-normal")
     parser.add_argument("--env-s", metavar="MEAN,SIGMA", help="seconds of one environment step, Gaussian clipped at 0")
-    parser.add_argument("--plot", type=Path, default=Path("plan.png"), help="where the plot goes (PNG)")
+    parser.add_argument("--plot", type=Path, default=Path("runs/plan.png"), help="where the plot goes (runs/plan.png)")
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:

@@ -44,9 +44,9 @@ if [ ! -e "$_stamp" ]; then
     _all="$(grep -c '^[A-Za-z]' "$_pins")"
     PATH="$FRESCO_ROOT/$_venv/bin:$PATH" PYTHONUNBUFFERED=1 "$_venv/bin/python" -m pip install $_deps -r "$_pins" \
         | { _seen=0; while read -r _what _package _; do
-                case "$_what" in
-                    Collecting | Processing) _seen=$((_seen + 1)); printf '\r\033[Kfresco: %d of %d: %s' "$_seen" "$_all" "${_package##*/}" >&2 ;;
-                    Installing) printf '\r\033[Kfresco: unpacking %d packages ...\n' "$_seen" >&2 ;;
+                case "$_what $_package" in
+                    Collecting\ * | Processing\ *) _seen=$((_seen + 1)); printf '\r\033[Kfresco: %d of %d: %s' "$_seen" "$_all" "${_package##*/}" >&2 ;;
+                    "Installing collected") printf '\r\033[Kfresco: unpacking %d packages ...\n' "$_seen" >&2 ;;
                 esac
             done; } \
         || { _refuse "installing $_pins failed; the CPU build of torch needs PyTorch's CPU wheel index in PIP_EXTRA_INDEX_URL"; return 1; }

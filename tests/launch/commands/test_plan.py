@@ -136,20 +136,28 @@ def test_a_real_run_is_fitted_to_what_it_was_configured_with(
     assert 0.85 * fitted_s < predicted < 1.15 * slowest_s
 
 
-def test_the_command_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plot = tmp_path / "plan.png"
-    arguments = ["plan", str(RECIPE), "--gpus", "2", "--train-s", "0.05", "--plot", str(plot)]
+def test_the_command_prints_a_table_and_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["plan", str(RECIPE), "--gpus", "2", "--train-s", "0.05"]
     assert main([*arguments, "rollout.groups_per_batch=2"]) == 0
     output = capsys.readouterr().out
     (best_line,) = [line.removeprefix("best: ") for line in output.splitlines() if line.startswith("best: ")]
     planned = load_config(RECIPE, best_line.split())
     assert (planned.generator.count, planned.learner.ranks) == (1, 1)
     assert "assumed: answers of 24 tokens on average" in output
+
+    (plot,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert plot == tmp_path / "runs" / "plan.png"
     assert plot.stat().st_size > 1000
 
 
-def test_no_share_of_a_table_is_minus_zero(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_share_of_a_table_is_minus_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Sums of seconds that fill the whole time exceed it by a rounding error."""
+    monkeypatch.chdir(tmp_path)
 
     def full(*given: Any, **named: Any) -> list[Candidate]:
         found = candidates(*given, **named)

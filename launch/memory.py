@@ -20,7 +20,7 @@ from rl.learner.simulated import simulated_options
 from rl.models.shape import ModelShape, logprob_chunk
 from rl.weights import DEVICE_CHANNELS
 from rollout.generator.engines import engine_options
-from rollout.generator.engines.environment import kv_cache_bytes
+from rollout.generator.engines.environment import kv_cache_bytes, least_cache
 
 _MASTER = 4  # bytes of a parameter, of its gradient and of each of Adam's two moments: float32
 _BATCHED_TOKENS = 8192  # of one engine step, at least (`vllm_settings`)
@@ -185,13 +185,14 @@ def check_context(config: Config, device: str, model: ModelShape) -> None:
             f"{split} ranks; it needs 2 ranks or more, with an expert each at least"
         )
 
-    longest = config.generator.max_model_len
-    cache = kv_cache_bytes(config.generator, device) if config.generator.engine == "vllm" else None
-    context = longest * model.kv_bytes(_bytes(config.generator.dtype))
-    if cache is not None and cache < context:
+    if config.generator.engine != "vllm":
+        return
+    cache = kv_cache_bytes(config.generator, device)
+    least = least_cache(config.generator, device) * model.kv_bytes(_bytes(config.generator.dtype))
+    if cache is not None and cache < least:
         raise ConfigError(
-            f"generator.options.kv_cache_bytes={cache}: one context of generator.max_model_len={longest} tokens takes "
-            f"{context}"
+            f"generator.options.kv_cache_bytes={cache}: one context of generator.max_model_len="
+            f"{config.generator.max_model_len} tokens takes {least}, with the block that vLLM keeps empty"
         )
 
 
@@ -328,7 +329,7 @@ def _with_cache(config: Config, model: ModelShape, need: Need, gpu: int | None) 
     generator = config.generator
     # A device has keys and values of its own heads, and of at least one.
     token = model.kv_bytes(_bytes(generator.dtype)) // min(generator.tensor_parallel, model.kv_heads)
-    least = generator.max_model_len * token
+    least = least_cache(generator, "cuda") * token
     if (given := kv_cache_bytes(generator, "cuda")) is not None:
         cache = given // generator.tensor_parallel
     elif gpu is not None:
@@ -336,7 +337,7 @@ def _with_cache(config: Config, model: ModelShape, need: Need, gpu: int | None) 
     else:
         return replace(need, parts=need.parts | {"KV cache": least})
 
-    whole = cache // least
+    whole = cache // (generator.max_model_len * token)
     fit = f"{min(whole, generator.max_num_seqs)} sequences of {generator.max_model_len} tokens fit an engine at once"
     if whole < generator.max_num_seqs:
         fit += f", and up to generator.max_num_seqs={generator.max_num_seqs} shorter ones"

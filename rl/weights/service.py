@@ -35,7 +35,7 @@ from rl.wire.sockets import follow, open_socket, send
 
 _TICK_S = 0.25
 _STOP_S = 5.0
-_PHASES = ("pause", "wait", "copy", "load")
+_PHASES = ("wait", "copy", "drain", "pause", "load")
 _DIFFER = "weights-differ"
 
 

@@ -519,7 +519,9 @@ class WeightStatus(Struct, frozen=True, tag="weight_status"):
     checksum: int | None = 0  # of the bytes received for `version`; None where no host sees them
     probe_ids: list[int] = []  # that the notice asked for; a newer version may have come with others
     probe_logp: list[float] = []  # log-probabilities of probe_ids[1:] under the loaded weights
-    seconds: dict[str, float] = {}  # of the last load's phases: wait, pause, copy, load
+    seconds: dict[str, float] = {}
+    """Of the last load's phases. While generation goes on: `wait` for a version, and `copy`, which proves it. `pause`
+    holds `drain`, until steps that had begun have ended, and `load` into the model."""
     loading: bool = False  # a load is under way, or the way to rest: `version` is what the engine had before
     resting: bool = False  # the engine has left the device
     error: str = ""

@@ -100,5 +100,6 @@ def _cuda(device: torch.device, function: str, *arguments: Any) -> None:
     with torch.cuda.device(device):
         code = getattr(library, function)(*arguments)
     if code:
+        library.cudaGetLastError()  # else torch takes it for that of its own next kernel
         library.cudaGetErrorString.restype = ctypes.c_char_p
         raise RuntimeError(f"{function}: {library.cudaGetErrorString(code).decode()}")

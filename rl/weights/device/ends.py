@@ -211,10 +211,12 @@ class DeviceReceiver(Receiver):
     def take(self, at_least: Version, deadline_s: float) -> tuple[Version, Iterable[tuple[str, Tensor]]]:
         seen = self.progress
         until = time.monotonic() + deadline_s
+        why = ""  # since it last came further
         while True:
+            left_s = max(0.0, until - time.monotonic())
             try:
-                self._line = self._line or self.line(self.run, self.name, self.incarnation, self.device, deadline_s)
-                self._version = self._line.receive(at_least, until - time.monotonic(), self._advance)
+                self._line = self._line or self.line(self.run, self.name, self.incarnation, self.device, left_s)
+                self._version = self._line.receive(at_least, left_s, self._advance)
                 return self._version, self._line.tensors()
 
             except (RuntimeError, OSError, ValueError) as error:  # the line broke, or the learner is away
@@ -225,8 +227,10 @@ class DeviceReceiver(Receiver):
                 if self.progress != seen:
                     seen = self.progress
                     until = time.monotonic() + deadline_s
+                    why = ""
+                why = why or str(error)
                 if time.monotonic() > until:
-                    raise WaitExpired(f"{self.name} waits for weights {label(at_least)} or newer: {error}") from None
+                    raise WaitExpired(f"{self.name} waits for weights {label(at_least)} or newer: {why}") from None
             time.sleep(_TICK_S)
 
     def receipt(self) -> int:

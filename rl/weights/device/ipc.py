@@ -15,20 +15,25 @@ On a CPU the blocks are files without a name, and all else is the same: so it is
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-from rl.weights.channel import Channel, WeightsCorrupt, label
+from rl.weights.channel import Channel, WeightsCorrupt, WeightsError, label
 from rl.weights.device.blocks import Block, Handle, make_block, map_block
 from rl.weights.device.ends import DeviceReceiver, DeviceSender
 from rl.weights.device.line import Line
 from rl.weights.device.link import Link
 from rl.weights.device.packing import device_digest
+from rl.weights.host.ends import wait_for
 from rl.wire.messages import Version
+from rl.wire.process import WaitExpired
 from rl.wire.run import RunFile
+
+_DYING_S = 5.0
+"""By then the lock of a learner whose memory on the device has gone is gone as well."""
 
 
 class IpcSender(DeviceSender):
@@ -75,10 +80,23 @@ class IpcLine(Line):
             raise RuntimeError(f"rank {rank} of the learner no longer has version {label(version)}")
 
         handle = Handle(*json.loads(self._store.get(f"block/{rank}/{number}")))
-        block = map_block(handle, self._device)
+        block = self._mapped(handle)
         self._blocks.append(block)
         advance(handle.nbytes)
         return block.data
+
+    def _mapped(self, handle: Handle) -> Block:
+        """Raises WeightsError where a learner that lives has memory that cannot be mapped: nothing will change that."""
+        try:
+            return map_block(handle, self._device)
+        except RuntimeError as error:
+            if isinstance(error, WeightsError):
+                raise
+            with contextlib.suppress(WaitExpired):
+                wait_for(lambda: not self._learner_lives() or None, _DYING_S, lambda: "a learner that may be dying")
+                raise
+            why = f"the engine cannot map the learner's memory ({error})"
+            raise WeightsError(f"weights.transport=ipc: {why}; set weights.transport=shm") from None
 
     def verified(self) -> int:
         """0 where the lease has ended, which `release` then tells."""
@@ -90,8 +108,7 @@ class IpcLine(Line):
         return 0
 
     def release(self) -> bool:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the copies have been made, and not only begun
+        super().release()
         try:
             if not self._learner_lives():  # a GPU may take back what a dead process had
                 return all(device_digest(part) == sent for part, sent in zip(self._parts, self._digests, strict=True))

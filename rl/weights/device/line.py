@@ -78,6 +78,8 @@ class Line(ABC):
 
     def release(self) -> bool:
         """The rows have been read. False: they changed meanwhile."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the copies have been made, and not only begun
         return True
 
     def close(self) -> None:

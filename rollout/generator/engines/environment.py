@@ -20,6 +20,8 @@ VLLM_SERIES = "0.32"
 """The vLLM that this has run with: it uses of its inner parts what another one may not have."""
 
 _CPU_CACHE = 64 << 20
+_BLOCK = {"cpu": 32, "cuda": 16}
+"""Tokens of one KV block, by device: vLLM's own."""
 HOW_TO_BEGIN = "VLLM_WORKER_MULTIPROC_METHOD"
 """vLLM's variable: its processes begin anew (`spawn`) or as copies of the one that starts them (`fork`)."""
 
@@ -63,6 +65,17 @@ def kv_cache_bytes(config: GeneratorConfig, device: str) -> int | None:
     """The cache of one engine, over all its devices; None: what is free decides."""
     given = VllmOptions.model_validate(config.options).kv_cache_bytes
     return given or (_CPU_CACHE if device == "cpu" else None)
+
+
+def kv_block(config: GeneratorConfig, device: str) -> int:
+    """Tokens of one block."""
+    return VllmOptions.model_validate(config.options).kv_block or _BLOCK[device]
+
+
+def least_cache(config: GeneratorConfig, device: str) -> int:
+    """Tokens of the smallest cache that vLLM begins with: whole blocks of one context, and a block that stays empty."""
+    block = kv_block(config, device)
+    return (-(-config.max_model_len // block) + 1) * block
 
 
 def device_memory(run: RunFile) -> tuple[float, int | None]:

@@ -168,8 +168,9 @@ class SimulatedEngine:
             probe_logp=[self._logp] * max(0, len(probe_ids) - 1),
             seconds={
                 "wait": taken - begin,
-                "pause": paused - copied,
                 "copy": copied - taken,
+                "drain": paused - copied,
+                "pause": time.monotonic() - copied,
                 "load": time.monotonic() - paused,
             },
         )

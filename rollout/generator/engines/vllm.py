@@ -234,11 +234,13 @@ class VllmEngine:
             fetched = await self._fetch(version)
             self._open = False
             begin = time.monotonic()
+            drain_s = 0.0
             if self._resting:
                 await self._core.rpc("turn", True)
                 await self._core.wake(resume=False)
             else:
                 await self._pause()
+                drain_s = time.monotonic() - begin
 
             load_s = 0.0
             while True:
@@ -262,7 +264,7 @@ class VllmEngine:
             self._open = True
             for running in self._running.values():
                 _open_gate(running)
-            pause_s = time.monotonic() - begin
+            seconds = {"drain": drain_s, "pause": time.monotonic() - begin, "load": load_s}
 
             return WeightStatus(
                 self._context.index,
@@ -271,7 +273,7 @@ class VllmEngine:
                 checksum=fetched["checksum"],
                 probe_ids=probe_ids,
                 probe_logp=await probe,
-                seconds={"wait": fetched["wait_s"], "pause": pause_s, "copy": fetched["copy_s"], "load": load_s},
+                seconds={"wait": fetched["wait_s"], "copy": fetched["copy_s"], **seconds},
             )
 
     def _unreadable(self, version: Version, why: str) -> RuntimeError:

@@ -17,7 +17,7 @@ from rl.wire.messages import Generate
 from rl.wire.run import ProcessContext, RunFile
 from rollout.generator.engines import engine_options
 from rollout.generator.engines.base import EngineInfo
-from rollout.generator.engines.environment import device_memory
+from rollout.generator.engines.environment import device_memory, kv_block
 from rollout.generator.engines.routing import first_position
 from rollout.generator.engines.vllm_adapter import adapter_arguments
 
@@ -26,7 +26,6 @@ _EXECUTOR = "rollout.generator.engines.nameless.Executor"
 _REPORT_EVERY = 32  # tokens between two outputs of one request: each costs a task switch
 _STREAM_EVERY = 4  # likewise where a client reads along
 _MIN_BATCHED_TOKENS = 8192
-_CPU_BLOCK = 32  # vLLM's smallest on CPU
 _LAST_WORDS = 10  # lines of the log
 
 
@@ -87,7 +86,7 @@ def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
         enable_expert_parallel=options.expert_parallel,
         gpu_memory_utilization=share,
         kv_cache_memory_bytes=cache,
-        block_size=options.kv_block or (_CPU_BLOCK if on_cpu else None),
+        block_size=kv_block(config, "cpu") if on_cpu else options.kv_block,
         enforce_eager=options.enforce_eager or on_cpu,
         enable_sleep_mode=context.run.config.alternates and not on_cpu,
         logprobs_mode="processed_logprobs",

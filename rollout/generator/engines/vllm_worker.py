@@ -17,9 +17,9 @@ model, and generation goes on with the version before.
 A load takes as long as it takes: nothing here ends it but a receiver that stands still. How far it has come is written
 into a file of one number for each rank, because a rank that loads answers no call.
 
-Importing this module sets how linear layers keep their weights, which has to be known before a model is built. In a
-child of a generator it also ties that child to the generator's life: vLLM leaves its engine process running when the
-process that owns it is killed.
+Importing this module sets how linear layers keep their weights and how much routing is kept, which has to be known
+before a model is built. In a child of a generator it also ties that child to the generator's life: vLLM leaves its
+engine process running when the process that owns it is killed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ from rl.weights import make_receiver
 from rl.weights.turns import Turns
 from rl.wire.messages import Version
 from rl.wire.run import RunFile
+from rollout.generator.engines import in_place
 from rollout.generator.engines.cpu import experts, unpacked
 from rollout.generator.engines.nameless import expect_no_names, forget_names
 from rollout.generator.engines.owner import die_with_owner
 from rollout.generator.engines.vllm_adapter import load_adapter
+from rollout.generator.engines.vllm_routing import make_room_for_the_aborted
 
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -150,14 +152,14 @@ class LoadsWeights:
 def load_all(model_runner: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load every parameter of the model in place.
 
-    Where layers compute with something that was made of their parameters, vLLM reloads layer by layer: `reload_weights`
+    Where layers compute with something that is made of their parameters, vLLM reloads layer by layer: `reload_weights`
     restores each layer's checkpoint shape, loads it and repeats the post-processing. About parameters that got no
     weights vLLM only warns. Here that is an error, because they would keep an older version.
     """
     model = model_runner.get_model()
     expected = {name for name, _ in model.named_parameters()}  # packed names: qkv_proj, gate_up_proj
-    if unpacked.are_weights_as_loaded(model_runner):
-        loaded = unpacked.write_into_parameters(model_runner, pairs)
+    if in_place.are_weights_as_loaded(model_runner):
+        loaded = in_place.write_into_parameters(model_runner, pairs)
     else:
         loaded = _reload(model_runner, model, pairs)
     if missing := sorted(expected - loaded):
@@ -201,5 +203,6 @@ def with_head(pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
 
 unpacked.heed_environment()
 experts.heed_expert_map()
+make_room_for_the_aborted()
 expect_no_names()
 die_with_owner()

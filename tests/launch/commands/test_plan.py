@@ -27,7 +27,8 @@ time/publish: 0.01
 rollout/length: 40.0
 rollout/turns: 2.0
 rollout/generate_s: 0.3
-weight_sync/load_mean_s: 0.03
+weight_sync/pause_mean_s: 0.05
+weight_sync/drain_mean_s: 0.02
 """
 KNOWN_TIMES = """
 rollout.alpha=0

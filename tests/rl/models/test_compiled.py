@@ -6,6 +6,7 @@ Most tests trace without making code (`aot_eager`): what is traced, how often, a
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl.config.lora import LoraOptions
@@ -366,3 +368,25 @@ def test_layers_that_inductor_makes_are_the_plain_ones(folder: Path, monkeypatch
     for pack in packs()[:2]:
         equal(made, plain, pack)
     assert graphs() > 0
+
+
+@pytest.mark.docs
+@pytest.mark.usefixtures("varlen")
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_layer_starts_few_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """With casts, and gradients added to those of 12 weights, a pack of 28 layers has room for 3 000."""
+    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    options = with_compiling(ModelOptions(torch.bfloat16, attention="auto"))
+    model = Policy.load(save_family(family, tmp_path, vocab_size=67), options=options)
+
+    codes: list[str]
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(lambda: [computed(model, pack) for pack in packs()[:3]])
+    calls = [re.findall(r"cpp_fused\w*\(|extern_kernels\.\w+\(|torch\.ops\.[\w.]+\(", body) for body in bodies(codes)]
+    assert len(calls) == 4  # of a layer and of the head, each forward and backward
+    assert 30 < len([*itertools.chain(*calls)]) <= 45
+
+
+def bodies(codes: list[str]) -> list[str]:
+    """What is called, without what is defined before."""
+    return [code[code.index("def call(") :] for code in codes]

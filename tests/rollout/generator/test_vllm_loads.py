@@ -14,8 +14,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from rl.config.schema import load_config
 from rl.wire.run import RunFile
 from rollout.generator.engines.cpu.environment import UNPACKED_VARIABLE
-from rollout.generator.engines.cpu.unpacked import are_weights_as_loaded
 from rollout.generator.engines.environment import engine_environment
+from rollout.generator.engines.in_place import are_weights_as_loaded
 from tests.rollout.generator.vllm_rig import PROBE, TOLERANCE, Rig
 
 pytestmark = pytest.mark.slow
@@ -70,10 +70,10 @@ def test_weights_are_packed_where_that_is_sooner(device: str, dtype: str) -> Non
 
 @pytest.mark.parametrize("layer_by_layer", [False, True])
 def test_a_head_that_stays_tied_follows_the_embedding(layer_by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs, whose models are loaded layer by layer: the head gets no weights, and is the embedding."""
+    """As on GPUs: the head gets no weights, and is the embedding."""
     monkeypatch.setattr(RunFile, "untied", False)
     if layer_by_layer:
-        monkeypatch.setattr("rollout.generator.engines.cpu.unpacked.are_weights_as_loaded", lambda runner: False)
+        monkeypatch.setattr("rollout.generator.engines.in_place.are_weights_as_loaded", lambda runner: False)
     rig = Rig(tied=True, own_process=False)
     rig.start()
     core: Any = rig.engine._core
@@ -102,24 +102,35 @@ def _layer(
     return made
 
 
+PLAIN = [_layer(UnquantizedEmbeddingMethod()), _layer()]
+
+
+def _runner(*layers: torch.nn.Module, **changes: Any) -> Any:
+    fields = {"device": torch.device("cpu"), "lora_config": None, "get_model": lambda: torch.nn.ModuleList(layers)}
+    return SimpleNamespace(**(fields | changes))
+
+
 @pytest.mark.parametrize(
     "layer",
     [_Prepared(), _layer(method=object()), _layer(shape=(0,)), _layer(dtype=torch.bfloat16)],
     ids=["prepares its weights", "a method of its own", "packed away", "may be packed and still there"],
 )
-def test_a_model_that_prepares_weights_is_told_of_each_load(layer: torch.nn.Module) -> None:
-    plain = [_layer(UnquantizedEmbeddingMethod()), _layer()]
+def test_a_model_that_prepares_weights_is_told_of_each_load(
+    layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_custom_ops, "_supports_onednn", False)
+    assert are_weights_as_loaded(_runner(*PLAIN))
+    assert not are_weights_as_loaded(_runner(*PLAIN, layer))
+    assert not are_weights_as_loaded(_runner(*PLAIN, lora_config=object()))
 
-    def runner(*layers: torch.nn.Module, **changes: Any) -> Any:
-        fields = {"device": torch.device("cpu"), "lora_config": None, "get_model": lambda: torch.nn.ModuleList(layers)}
-        return SimpleNamespace(**(fields | changes))
+    monkeypatch.setattr(_custom_ops, "_supports_onednn", True)
+    assert not are_weights_as_loaded(_runner(*PLAIN))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_custom_ops, "_supports_onednn", False)
-        assert are_weights_as_loaded(runner(*plain))
-        assert not are_weights_as_loaded(runner(*plain, layer))
-        assert not are_weights_as_loaded(runner(*plain, device=torch.device("cuda")))
-        assert not are_weights_as_loaded(runner(*plain, lora_config=object()))
 
-        patch.setattr(_custom_ops, "_supports_onednn", True)
-        assert not are_weights_as_loaded(runner(*plain))
+def test_on_a_gpu_linear_layers_pack_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_custom_ops, "_supports_onednn", True)
+    gpu = {"device": torch.device("cuda")}
+    assert are_weights_as_loaded(_runner(*PLAIN, _layer(dtype=torch.bfloat16), **gpu))
+    for layer in (_Prepared(), _layer(method=object())):
+        assert not are_weights_as_loaded(_runner(*PLAIN, layer, **gpu))
+    assert not are_weights_as_loaded(_runner(*PLAIN, lora_config=object(), **gpu))

@@ -274,11 +274,15 @@ class Rig:
         return chosen
 
     def close(self, *errors: np.ndarray) -> bool:
-        """Whether differences in nats are those of rounding: each of them in float32, their mean in bfloat16."""
+        """Whether differences in nats are those of rounding: each of them in float32, their mean in bfloat16.
+
+        A token at a nucleus' edge may be in that of bfloat16 alone: one in a thousand is, and two in a hundred pass.
+        """
         together = np.concatenate(errors)
         if self.dtype == "float32":
             return bool(together.max() < TOLERANCE)
-        return bool(together.mean() < tolerance(self.run.config))
+        inside = together[np.isfinite(together)]
+        return len(inside) >= 0.98 * len(together) and bool(inside.mean() < tolerance(self.run.config))
 
     def agrees(self, requests: Sequence[Generate], results: Sequence[Sampled], **distribution: float) -> bool:
         """Whether each token has the log-probability that the model of its own version gives it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from rollout.generator.engines.cpu.unpacked import are_weights_as_loaded
+from rollout.generator.engines.in_place import are_weights_as_loaded
 from rollout.generator.engines.vllm_worker import LoadsWeights
 
 

@@ -21,7 +21,8 @@ import torch
 
 from rl.weights import make_receiver, make_sender
 from rl.weights.channel import Sender, WeightsError
-from rl.weights.device.blocks import Handle, make_block, map_block
+from rl.weights.device import ipc
+from rl.weights.device.blocks import Block, Handle, make_block, map_block
 from rl.weights.device.ends import DeviceSender
 from rl.weights.device.ipc import IpcLine, IpcReceiver
 from rl.wire.messages import Version
@@ -167,6 +168,46 @@ def test_a_block_has_one_device_and_ends_with_its_maker() -> None:
         map_block(block.handle, CPU)
 
 
+def refuse(handle: Handle, device: torch.device) -> Block:
+    raise RuntimeError("cudaIpcOpenMemHandle: invalid argument")
+
+
+def test_memory_that_cannot_be_mapped_is_told_while_the_learner_lives(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that forbids CUDA IPC: a wait until the deadline would change nothing, and hide why."""
+    monkeypatch.setattr(ipc, "map_block", refuse)
+    monkeypatch.setattr(ipc, "_DYING_S", 0.1)
+    sender, receiver = opened()
+    offer(sender, 0)
+    with pytest.raises(WeightsError, match=r"cudaIpcOpenMemHandle: invalid argument\); set weights.transport=shm"):
+        receiver.take(Version(0, 0), 60)
+
+
+def test_the_memory_of_a_learner_that_dies_may_go_before_its_lock(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run("weights.transport=ipc", "weights.deadline_s=60")
+    receiver = make_receiver(run, "generator-0-0", 0)
+    first = Other(lead, str(run.folder), 0)
+    first.answer()
+
+    def die(handle: Handle, device: torch.device) -> Block:
+        first.process.kill()
+        monkeypatch.setattr(ipc, "map_block", map_block)
+        return refuse(handle, device)
+
+    monkeypatch.setattr(ipc, "map_block", die)
+    monkeypatch.setattr(ipc, "_DYING_S", 60)
+    with pytest.raises(WaitExpired, match=r"0.0 or newer: cudaIpcOpenMemHandle: invalid argument"):
+        receiver.take(Version(0, 0), 1)
+
+    successor = Other(lead, str(run.folder), 5)
+    assert receiver.take(Version(0, 5), 60)[0] == Version(0, 5)
+    assert receiver.receipt() == successor.answer()
+    receiver.close()
+
+
 CUDART = r"""
 #include <cstdlib>
 #include <cstring>
@@ -180,6 +221,8 @@ int cudaIpcOpenMemHandle(void** at, Handle told, unsigned flags) {
   return 0;
 }
 int cudaIpcCloseMemHandle(void* at) { memset(at, 1, 1); return 0; }
+int asked = 0;
+int cudaGetLastError() { ++asked; return 1; }
 int cudaFree(void* at) { memset(at, 2, 1); return 0; }
 const char* cudaGetErrorString(int code) { return "invalid argument"; }
 }
@@ -211,6 +254,7 @@ def test_memory_of_cuda_goes_by_its_handle(tmp_path: Path, monkeypatch: pytest.M
     assert view.data[7] == 3
     with pytest.raises(RuntimeError, match="cudaIpcOpenMemHandle: invalid argument"):
         map_block(block.handle._replace(name=bytes(64).hex()), gpu)
+    assert ctypes.c_int.in_dll(ctypes.CDLL(library.name), "asked").value == 1  # torch would raise it for a kernel
 
     view.close()
     assert block.data[0] == 1

@@ -351,7 +351,8 @@ def _learner(config: Config, model: ModelShape, device: str) -> dict[str, int]:
     Weights, gradients and optimizer are divided among the ranks; with the optimizer's states on the host the device has
     weights in the dtype of the forward, and no moments. With recomputation a layer keeps its input, and the peak is the
     head's, or that of one layer and of its backward.
-    With adapters the model itself stands still, in the dtype of the forward, and is its own reference.
+    With adapters the model itself stands still, in the dtype of the forward, and is its own reference. A critic's
+    gradients come after the policy's.
     Of a pack that ranks compute together each has its share of the tokens. Of several copies each is divided among its
     own ranks.
     """
@@ -364,6 +365,7 @@ def _learner(config: Config, model: ModelShape, device: str) -> dict[str, int]:
     reduced = _bytes(learner.reduce_dtype)
     gradient = number if on_host and reduced < _MASTER else _MASTER
     adapters, whole = _moving(config, model)
+    critic = model.trained * (config.algo.critic is not None)
     still = model.trained * number if lora else 0
     if config.algo.kl.coef and not (lora and config.algo.kl.reference == "start"):
         still += model.trained * weight
@@ -388,7 +390,7 @@ def _learner(config: Config, model: ModelShape, device: str) -> dict[str, int]:
     moments = {} if on_host else {"optimizer": 2 * ((adapters + whole) * _MASTER // shards)}
     return {
         "weights": (adapters * _MASTER + whole * weight) // shards + still // shards,
-        "gradients": (adapters * _MASTER + whole * gradient) // shards,
+        "gradients": max(adapters * _MASTER + (whole - critic) * gradient, critic * gradient) // shards,
         **moments,
         "gathered": _gathered(config, model),
         "activations": kept,

@@ -95,10 +95,14 @@ class Layout:
 
 
 def placed(held: T, device: torch.device | str) -> T:
-    """What holds tensors, a dataclass or a mapping, with all of them on the device."""
+    """What holds tensors, a dataclass or a mapping, with all of them on the device.
+
+    A copy to a GPU is only begun. From memory that is not locked it may wait for all that the GPU has to do.
+    """
     value: Any = held
     if isinstance(value, Tensor):
-        value = value.to(device, non_blocking=True)
+        locked = value.is_cpu and torch.device(device).type == "cuda"
+        value = (value.pin_memory() if locked else value).to(device, non_blocking=True)
     elif isinstance(value, dict):
         value = {name: placed(each, device) for name, each in value.items()}
     elif is_dataclass(value) and not isinstance(value, type):

@@ -56,20 +56,37 @@ def empty_model(folder: str | Path, attention: str | None = None) -> Any:
 
 
 def allocate(module: M, device: str | torch.device) -> M:
-    """Memory on `device` for the parameters that are on the meta device; everything else moves there as it is."""
-    return _moved(module, lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device))
+    """Memory on `device` for the parameters that are on the meta device; everything else moves there as it is.
+
+    A parameter stays the same object, so that tied ones stay tied.
+    """
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        whole: Any = module
+        whole._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    return module
 
 
 def copied(module: M, device: str | torch.device, dtype: torch.dtype | None = None) -> M:
     """Copies on `device` in the place of all parameters, in `dtype` or their own; buffers move there as they are.
 
-    Who holds what a parameter was before has it alone afterwards.
+    Who holds what a parameter was before has it alone afterwards. Compiled code may know of a parameter, which then
+    cannot be swapped with another one: it stays the same and gets other data.
     """
+    done: set[int] = set()  # torch asks once for each name, of tied ones twice
 
     def each_copied(each: Tensor) -> Tensor:
-        return copy_of(each, device, dtype) if isinstance(each, nn.Parameter) else each.to(device)
+        if not isinstance(each, nn.Parameter) or id(each) in done:
+            return each.to(device)
+        done.add(id(each))
+        return copy_of(each, device, dtype)
 
-    return _moved(module, each_copied)
+    whole: Any = module
+    whole._apply(each_copied)
+    return module
 
 
 def copy_of(tensor: Tensor, device: str | torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -209,18 +226,6 @@ def _without_dropout(owner: Any) -> None:
             setattr(owner, name, 0.0)
 
 
-def _moved(module: M, moved: Callable[[Tensor], Tensor]) -> M:
-    """A parameter that gets another device stays the same object, so that tied ones stay tied."""
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        whole: Any = module
-        whole._apply(moved)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
-    return module
-
-
 def _saved_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
     """What a checkpoint holds, each tensor once, with all names that it has."""
     named: dict[int, tuple[list[str], Tensor]] = {}
@@ -236,7 +241,7 @@ def _name_in_files(names: list[str], prefix: str, files: dict[str, Path]) -> str
 
 
 def _copy_rows(saved: Any, rows: Tensor, first: int) -> None:
-    """`saved`: a slice of safetensors; the cast to float32 happens in the copy."""
+    """`saved`: a slice of safetensors. The cast happens where the rows are: a host has few threads for it."""
     if not rows.numel():
         return
     if not rows.dim():
@@ -246,4 +251,4 @@ def _copy_rows(saved: Any, rows: Tensor, first: int) -> None:
     step = max(1, _CHUNK_BYTES // (rows[0].numel() * rows.element_size()))
     for begin in range(0, len(rows), step):
         part = rows[begin : begin + step]
-        part.copy_(saved[first + begin : first + begin + len(part)])
+        part.copy_(saved[first + begin : first + begin + len(part)].to(part.device))

@@ -23,7 +23,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from rl.config.schema import LearnerConfig, load_config
 from rl.learner.algorithm import make_algorithm
-from rl.learner.trainer import Optimizer
+from rl.learner.trainer import Optimizer, Trainer
 from rl.learner.update import accumulate_critic, accumulate_gradients
 from rl.models.head import token_logprobs
 from rl.models.packed_attention import Kernel, has_varlen
@@ -33,7 +33,9 @@ from rl.models.protocol import ModelOptions
 from rl.weights.host.ends import tensors, write
 from rl.weights.host.layout import Manifest
 from rl.wire.page_lock import PageLock
-from tests.rl.learner.tiny_policies import everywhere, group_batch_part, save_tiny
+from tests.rl.learner.test_moves import make_trainer, steps
+from tests.rl.learner.test_trainer_ranks import VARIANTS, weights
+from tests.rl.learner.tiny_policies import everywhere, group_batch_part, largest_difference, save_tiny
 
 pytestmark = [
     pytest.mark.gpu,
@@ -124,8 +126,14 @@ def test_what_a_kernel_refuses_is_named(folder: Path, attention: Kernel) -> None
         logp_of(policy_on(folder, "cuda", torch.float32, attention))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.05)])
-def test_samples_of_a_pack_do_not_see_each_other(folder: Path, dtype: torch.dtype, tolerance: float) -> None:
+def near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Each log-probability in float32. In bfloat16, where a kernel's choice moves one by 0.08 nats, their mean."""
+    errors = (found - expected).abs()
+    return bool(errors.max() < 2e-3 if dtype == torch.float32 else errors.mean() < 0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_samples_of_a_pack_do_not_see_each_other(folder: Path, dtype: torch.dtype) -> None:
     policy = policy_on(folder, "cuda", dtype)
     pack = everywhere(one_pack())
     with torch.no_grad():
@@ -134,12 +142,12 @@ def test_samples_of_a_pack_do_not_see_each_other(folder: Path, dtype: torch.dtyp
             policy(sequence_pack(pack.token_ids[pack.sample == number].tolist()).to("cuda")).logp
             for number in range(len(pack.rewards))
         ]
-    assert torch.allclose(together, torch.cat(alone), atol=tolerance)
+    assert near(together, torch.cat(alone), dtype)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_layers_say_what_plain_ones_do_and_new_lengths_compile_nothing(
-    folder: Path, dtype: torch.dtype, tolerance: float
+    folder: Path, dtype: torch.dtype
 ) -> None:
     counters.clear()
     plain, made = (policy_on(folder, "cuda", dtype, compile=each) for each in (False, True))
@@ -148,7 +156,7 @@ def test_compiled_layers_say_what_plain_ones_do_and_new_lengths_compile_nothing(
         groups = [(prompt + 3 * more, [answer + more for answer in answers]) for prompt, answers in GROUPS]
         (pack,) = (each.to("cuda") for each in make_packs(group_batch_part(groups, more), 10_000, 5))
         found = [policy(pack).logp for policy in (plain, made)]
-        assert torch.allclose(found[0], found[1], atol=tolerance)
+        assert near(found[0], found[1], dtype)
         for logp in found:
             (logp * torch.cos(pack.token_ids)).sum().backward()
         counted.append(counters["stats"]["unique_graphs"])
@@ -250,6 +258,27 @@ def test_a_step_moves_every_matrix_and_lowers_the_loss(folder: Path) -> None:
     assert losses[-1] < losses[0]
     moved = {name for name, value in policy.named_parameters() if not torch.equal(value, before[name])}
     assert moved >= {name for name, value in before.items() if value.ndim >= 2 and "embed" not in name}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("elsewhere", ["placement=alternate", "learner.optimizer_states=host"])
+def test_what_is_trained_does_not_depend_on_where_its_states_are(tmp_path: Path, elsewhere: str, dtype: str) -> None:
+    """With tied embeddings, a critic and moments. CPU and GPU round AdamW otherwise, whose steps are of 0.01."""
+    folder = save_tiny(tmp_path, tied=True)
+    settings = (*VARIANTS["critic"], f"model.dtype={dtype}")
+    placement = "alternate" if elsewhere == "placement=alternate" else "shared"
+    still = make_trainer(folder, settings, "shared", device="cuda")
+    moved = make_trainer(folder, (*settings, elsewhere), placement, device="cuda")
+    began = on_cpu(still)
+    for _ in zip(steps(still), steps(moved), strict=True):
+        pass
+
+    expected = on_cpu(still)
+    assert largest_difference(on_cpu(moved), expected) < 5e-3 < largest_difference(expected, began)
+
+
+def on_cpu(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: each.cpu() for name, each in weights(trainer).items()}
 
 
 def test_weights_go_through_a_locked_slot_as_they_are(folder: Path) -> None:

@@ -14,6 +14,8 @@ from rl.config.schema import load_config
 from rl.learner import checkpoint
 from rl.learner.tensor_digests import tensor_digests
 from rl.learner.trainer import Trainer
+from rl.models import compiled, loading
+from rl.models.loading import copy_of
 from rl.models.protocol import local
 from rl.store.checkpoint_folder import Meta
 from tests.rl.learner.ranks import process_group, results_of_ranks
@@ -28,10 +30,12 @@ SEVERAL = {name: VARIANTS[name] for name in ("critic", "lora", "turns")} | {
 }
 
 
-def make_trainer(folder: Path | str, settings: tuple[str, ...], placement: str, mesh: Any = None) -> Trainer:
+def make_trainer(
+    folder: Path | str, settings: tuple[str, ...], placement: str, mesh: Any = None, device: str = "cpu"
+) -> Trainer:
     overrides = [*SETTINGS, *settings, "learner.max_tokens_per_pack=24", f"placement={placement}"]
     config = load_config(None, overrides)
-    return Trainer(config, Path(folder), last_step=STEPS, mesh=mesh, at_rest=config.alternates)
+    return Trainer(config, Path(folder), last_step=STEPS, mesh=mesh, device=device, at_rest=config.alternates)
 
 
 def held(trainer: Trainer) -> list[Tensor]:
@@ -91,6 +95,36 @@ def test_a_single_rank_without_a_mesh(folder: Path) -> None:
 @pytest.mark.parametrize("variant", SEVERAL)
 def test_one_rank_is_equal_to_the_last_bit(folder: Path, mesh: Any, variant: str) -> None:
     compared(folder, variant, mesh)
+
+
+def compiled_main(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    compiled.BACKEND = "aot_eager"
+    settings = (*SEVERAL["adapters that go on"], "learner.compile=true")
+    with torch._dynamo.config.patch(disable=False):
+        found = {each: [*steps(make_trainer(folder, settings, each))] for each in ("alternate", "shared")}
+    torch.save(found, f"{folder}/rank{rank}.pt")
+
+
+def test_what_is_compiled_moves_as_well(folder: Path) -> None:
+    """Compiled code knows of the parameters that it was compiled with first, which therefore cannot become others."""
+    (found,) = results_of_ranks(compiled_main, folder, 1)
+    assert found["alternate"] == found["shared"]
+
+
+def test_a_tied_embedding_is_copied_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a second copy would be to pages that are not locked, from what the first one had only begun."""
+    trainer = make_trainer(folder, VARIANTS["batch"], "alternate")
+    assert trainer.policy.model.config.tie_word_embeddings
+    copies: list[Tensor] = []
+
+    def counted(tensor: Tensor, *given: Any) -> Tensor:
+        copies.append(tensor)
+        return copy_of(tensor, *given)
+
+    monkeypatch.setattr(loading, "copy_of", counted)
+    trainer.moves.to_device()
+    assert len({id(each) for each in copies}) == len(copies) > 10
 
 
 def test_what_is_at_rest_is_saved_and_loaded_in_place(folder: Path, mesh: Any, tmp_path: Path) -> None:

@@ -99,10 +99,12 @@ def test_the_reference_is_what_it_began_as(tmp_path: Path) -> None:
         assert isinstance(trainer.reference, Base)
         torch.testing.assert_close(trainer.reference(pack).logp[1:], theirs, rtol=0, atol=5e-5)
         assert torch.equal(trainer.policy(pack).logp, moved) and (moved[1:] - theirs).abs().max() > 0.1
-        for name, tensor, _ in trainer.reference.export(untie=False):
-            if name == "model.layers.0.mlp.down_proj.weight":
-                start = Policy.load(tmp_path / "start", options=ModelOptions(lora=trainer.lora))
-                assert torch.equal(tensor, dict(start.gather([name]))[name])
+        start = Policy.load(tmp_path / "start", options=ModelOptions(lora=trainer.lora))
+        begun = {name: tensor for name, tensor, _ in start.adapters()}
+        found = {name: tensor for name, tensor, _ in trainer.reference.export(untie=False)}
+        assert begun and all(torch.equal(found[name], tensor) for name, tensor in begun.items())
+        own = {each.data_ptr() for each in trainer.policy.parameters()}
+        assert {tensor.data_ptr() for name, tensor in found.items() if name not in begun} <= own
 
 
 def _config(**changes: Any) -> Any:

@@ -53,7 +53,8 @@ def weights(result: Result, device: str) -> None:
     with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         model = save_model(_SIZE[device], Path(folder), device, tied=False)
         for channel in ("shm", "zmq", "ipc", "nccl") if apart else ("shm", "zmq", "ipc"):
-            _with_engine(result, model, device, channel, f"weights.transport={channel}")
+            with result.case(channel):
+                _with_engine(result, model, device, channel, f"weights.transport={channel}")
 
 
 def adapters(result: Result, device: str) -> None:
@@ -78,16 +79,16 @@ def rollout(result: Result, device: str) -> None:
     requests, tokens, rounds = (256, 512, 3) if device == "cuda" else (4, 8, 1)
     options = argparse.Namespace(rounds=rounds, requests=requests, concurrency=requests, tokens=tokens)
     for size in ("1.5b", "0.5b") if device == "cuda" else ("tiny",):
-        with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
+        with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder, result.case(size):
             model = save_model(size, Path(folder), device, tied=False)
             settings = _settings(device, requests)
             with temporary_run(settings, device=device, model_folder=model) as run:
                 os.environ.update(engine_environment(run.config, device), FRESCO_PARENT_PID=str(os.getpid()))
                 measured = asyncio.run(bench.measure_sides(run, options))
 
-        found: dict[str, Any] = {name: vars(values) for name, values in measured.items()}
-        rates = {name: statistics.median(values.tokens_per_s) for name, values in measured.items()}
-        result.note(size, found | {"path_over_bare": rates["path"] / rates["bare"]})
+            found: dict[str, Any] = {name: vars(values) for name, values in measured.items()}
+            rates = {name: statistics.median(values.tokens_per_s) for name, values in measured.items()}
+            result.note(size, found | {"path_over_bare": rates["path"] / rates["bare"]})
 
 
 def _settings(device: str, sequences: int) -> list[str]:

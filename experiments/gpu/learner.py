@@ -108,11 +108,12 @@ def learner(result: Result, device: str) -> None:
 
 @contextmanager
 def _if_it_fits(result: Result, case: str) -> Iterator[None]:
-    """What a GPU's memory does not hold is noted so; what comes next is tried."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        result.note(case, {"error": str(error).partition(". ")[0]})
+    """What a GPU's memory does not hold is noted so, and is no fault of the part; what comes next is tried."""
+    with result.case(case):
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            result.note(case, {"error": str(error).partition(". ")[0]})
 
 
 def memory(result: Result, device: str) -> None:

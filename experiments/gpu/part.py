@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -34,16 +37,43 @@ class Unrun(Exception):
 
 
 class Result:
-    """The JSON of a part. Whatever is noted is written at once: a part that is ended leaves what it has."""
+    """The JSON of a part, behind what it says already. Whatever is noted is written at once: a part that is ended
+    leaves what it has."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._noted: dict[str, Any] = {}
+        self._noted: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        self.failed = False
 
     def note(self, name: str, value: Any) -> None:
         self._noted[name] = value
-        self._path.write_text(json.dumps(self._noted, indent=2) + "\n")
+        write(self._path, self._noted)
         print(f"{name}: {json.dumps(value)}", flush=True)
+
+    @contextmanager
+    def case(self, name: str) -> Iterator[None]:
+        """What goes wrong within is noted as the error of `name`. What comes next is tried, and the part fails at its
+        end."""
+        try:
+            yield
+        except SystemExit as why:
+            if isinstance(why.code, int):
+                raise  # this part is told to end
+            self._fail(name, why)
+        except Exception as error:
+            self._fail(name, error)
+
+    def _fail(self, name: str, error: BaseException) -> None:
+        traceback.print_exception(error)
+        self.failed = True
+        self.note(name, {"error": f"{type(error).__name__}: {error}"[-2000:]})
+
+
+def write(path: Path, told: Mapping[str, Any]) -> None:
+    """As a whole or not at all, whenever this process is killed."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(told, indent=2) + "\n")
+    draft.replace(path)
 
 
 def need_vllm() -> None:
@@ -60,3 +90,5 @@ def main(argv: list[str]) -> None:
         work(result, device)
     except Unrun as reason:
         result.note("unrun", str(reason))
+    if result.failed:
+        sys.exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-from experiments.bench._processes import end_on_sigterm
+from experiments.bench._processes import end_on_sigterm, ends_of, logs_below
 from experiments.bench.start import one_start
 from experiments.gpu.part import Result, Unrun, need_vllm
 from launch.gpus import visible_gpus
@@ -29,6 +30,7 @@ _ONE_EACH = ["generator.count=1", "learner.ranks=1", "device=cuda", _SHARE, *_BF
 _SMALL = ["steps=1", "eval.tasks=4", "rollout.groups_per_batch=2", "model.warm_start.demonstrations=0"]
 _ON_CPU = [*_SMALL, "rollout.group_size=2", "generator.count=1", "learner.ranks=1", "generator.max_num_seqs=8"]
 _KEPT = ("eval/accuracy", "time/step", "time/train", "exact/max", "train/loss", "time/take_device", "time/give_device")
+_FRESCO = [sys.executable, "-m", "launch.cli", "run"]
 _POLL_S = 0.5
 _TIDY_S = 20.0  # for a run that is told to end
 
@@ -51,13 +53,13 @@ def _marked(result: Result, files: list[str]) -> None:
     """Each file by itself: an engine takes long to start, and what has run is told if this is ended."""
     codes = []
     for name in files:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, result.case(name):
             report = Path(folder) / "report.xml"
             arguments = ["-o", "addopts=", "-m", "gpu", "-v", "-rA", "-p", "no:cacheprovider", f"--junitxml={report}"]
             codes.append(subprocess.run([sys.executable, "-m", "pytest", *arguments, name], cwd=_ROOT).returncode)
             (suite,) = ElementTree.parse(report).iter("testsuite")
-        counts = {kind: int(suite.get(kind, 0)) for kind in ("tests", "failures", "errors", "skipped")}
-        result.note(name, counts | {"exit_code": codes[-1]})
+            counts = {kind: int(suite.get(kind, 0)) for kind in ("tests", "failures", "errors", "skipped")}
+            result.note(name, counts | {"exit_code": codes[-1]})
 
     if code := max(codes):
         sys.exit(code)
@@ -80,11 +82,11 @@ def one_gpu(result: Result, device: str) -> None:
     codes = []
     for way in ways:
         begin = time.monotonic()
-        with _PeakMemory() as peak:
+        with result.case(f"{way}: failed"), _PeakMemory() as peak:
             codes.append(_run(result, ["math_cpu", *settings, f"placement={way}"], f"{way}: ", peak))
         result.note(f"{way}: seconds", round(time.monotonic() - begin, 1))
 
-    if code := max(codes, key=abs):
+    if code := max(codes, key=abs, default=0):
         sys.exit(code)
 
 
@@ -98,8 +100,9 @@ def start(result: Result, device: str) -> None:
         for name, settings in ways.items():
             for time_of in ("first", "again") if device == "cuda" else ("first",):
                 options = argparse.Namespace(recipe="math_cpu", overrides=[*settings, "tracking.wandb=disabled"])
-                begun = one_start(options, Path(folder))
-                result.note(f"{name}, {time_of}", {"marks_s": begun.marks, "cpu_s": begun.cpu_s})
+                with result.case(f"{name}, {time_of}"):
+                    begun = one_start(options, Path(folder))
+                    result.note(f"{name}, {time_of}", {"marks_s": begun.marks, "cpu_s": begun.cpu_s})
 
 
 def _run(result: Result, words: list[str], before: str = "", peak: _PeakMemory | None = None) -> int:
@@ -107,17 +110,22 @@ def _run(result: Result, words: list[str], before: str = "", peak: _PeakMemory |
     code. before: each name of what is noted."""
     with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         settings = [f"runs={folder}", "name=run", "tracking.wandb=disabled"]
-        command = [sys.executable, "-m", "launch.cli", "run", *words, *settings]
         result.note(f"{before}run", " ".join(["fresco", "run", *words]))
 
         end_on_sigterm()
-        with subprocess.Popen(command, cwd=_ROOT) as process:
+        with subprocess.Popen([*_FRESCO, *words, *settings], cwd=_ROOT) as process:
             try:
                 code = process.wait()
             finally:
+                if process.poll() != 0:  # its folder goes with this block
+                    print(ends_of(*logs_below(Path(folder))), flush=True)
                 process.terminate()  # it ends in its own order, also where this part is ended at its limit
-                result.note(f"{before}exit_code", process.wait(_TIDY_S))
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_TIDY_S)
+
                 _note_run(result, Path(folder) / "run", before)
+                process.kill()
+                result.note(f"{before}exit_code", process.wait())
 
         if peak is not None and not code:
             _note_peak(result, RunFile.load(Path(folder) / "run"), peak, before)
@@ -127,7 +135,8 @@ def _run(result: Result, words: list[str], before: str = "", peak: _PeakMemory |
 def _note_run(result: Result, run: Path, before: str) -> None:
     """The metrics step by step, and the summary, which only an orderly end leaves."""
     if (metrics := run / "metrics.jsonl").exists():
-        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        lines = metrics.read_text().splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half written
         result.note(f"{before}metrics", [{key: row[key] for key in ("step", *_KEPT) if key in row} for row in rows])
         largest = max((row.get("exact/max", 0.0) for row in rows), default=0.0)
         result.note(f"{before}largest_difference_nats", largest)

@@ -6,10 +6,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import tomllib
 import zipfile
@@ -19,9 +21,10 @@ from typing import Any
 import psutil
 import pytest
 
+from experiments.bench._processes import watched
 from experiments.compare.job import Row
 from experiments.gpu import __main__ as kit
-from experiments.gpu import bundle, compare, kernels, part
+from experiments.gpu import bundle, compare, kernels, part, runs
 
 OURS = f"{__name__}:"
 
@@ -141,10 +144,19 @@ def broken(result: part.Result, device: str) -> None:
     raise RuntimeError(device)
 
 
+def half_broken(result: part.Result, device: str) -> None:
+    """Its cases fail as code does, and as a watched command does."""
+    for name, error in (("first", RuntimeError(device)), ("second", SystemExit("it ended too soon"))):
+        with result.case(name):
+            raise error
+    result.note("third", 3)
+
+
 @pytest.fixture
 def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts above; the kit's child, too, knows them."""
-    parts = {"slow": (f"{OURS}slow", 15), "broken": (f"{OURS}broken", 60), "last": (f"{OURS}broken", 60)}
+    limits = {"slow": 15, "broken": 60, "half_broken": 60}
+    parts = {name: (f"{OURS}{name}", limit) for name, limit in limits.items()}
     monkeypatch.setattr(kit, "PARTS", parts)
     monkeypatch.setattr(kit, "_CHILD", f"from experiments.gpu import part; part.PARTS = {parts}; {kit._CHILD}")
 
@@ -165,8 +177,84 @@ def test_a_part_that_is_ended_keeps_what_it_noted(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("own_parts")
 def test_a_part_for_which_no_time_is_left_is_unrun(tmp_path: Path) -> None:
-    assert kit.main(["last", "--device", "cpu", "--minutes", "0.01", "--out", str(tmp_path)]) == 0
-    assert told(tmp_path, "last")["unrun"] == "no time was left for it"
+    assert kit.main(["broken", "--device", "cpu", "--minutes", "0.01", "--out", str(tmp_path)]) == 0
+    assert told(tmp_path, "broken")["unrun"] == "no time was left for it"
+
+
+@pytest.mark.usefixtures("own_parts")
+def test_a_case_that_fails_leaves_those_behind_it(tmp_path: Path) -> None:
+    assert kit.main(["half_broken", "--device", "cpu", "--minutes", "1", "--out", str(tmp_path)]) == 1
+    found = told(tmp_path, "half_broken")
+    assert found["first"] == {"error": "RuntimeError: cpu"} and found["third"] == 3
+    assert found["second"] == {"error": "SystemExit: it ended too soon"}
+    assert "in half_broken" in (tmp_path / "half_broken.log").read_text()
+
+
+def test_a_case_does_not_keep_a_part_that_is_told_to_end(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit), part.Result(tmp_path / "a.json").case("a"):
+        sys.exit(143)
+    assert not (tmp_path / "a.json").exists()
+
+
+def test_who_kills_the_kit_finds_what_was_noted_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def noted(name: str, limit_s: float, file: Path, device: str) -> dict[str, Any]:
+        part.Result(file).note("first", 1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kit, "_carried_out", noted)
+    with pytest.raises(KeyboardInterrupt):
+        kit.run_part("tests", 60, tmp_path, "cpu")
+    found = told(tmp_path, "tests")
+    assert found["machine"] and found["date"] and found["first"] == 1 and "seconds" not in found
+    assert [each.name for each in tmp_path.iterdir()] == ["tests.json"]
+
+
+RUN = """
+import signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+(folder,) = (word[5:] for word in sys.argv if word.startswith("runs="))
+(Path(folder) / "run" / "logs").mkdir(parents=True)
+(Path(folder) / "run" / "logs" / "learner-0.0.log").write_text("it hangs in a kernel")
+(Path(folder) / "run" / "metrics.jsonl").write_text('{"step": 1, "time/step": 2, "other": 3}\\n{"step": 2, "ti')
+print("ready", flush=True)
+time.sleep(1000)
+"""
+"""A run that does not end when it is told to, with a row that is half written."""
+
+
+def test_a_run_that_is_ended_leaves_its_metrics_and_says_where_it_hung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def limit() -> None:
+        while "ready" not in capfd.readouterr().out:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(runs, "_FRESCO", [sys.executable, "-c", RUN])
+    monkeypatch.setattr(runs, "_TIDY_S", 0.5)
+    handler = signal.getsignal(signal.SIGTERM)
+    threading.Thread(target=limit).start()
+    try:
+        with pytest.raises(SystemExit):
+            runs._run(part.Result(tmp_path / "a.json"), ["math_cpu"])
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+    found = told(tmp_path, "a")
+    assert found["metrics"] == [{"step": 1, "time/step": 2}] and found["exit_code"] == -signal.SIGKILL
+    assert "learner-0.0.log:\nit hangs in a kernel" in capfd.readouterr().out
+
+
+def test_a_command_that_is_left_says_what_it_said_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "generator-0.0.log").write_text("it waits for a GPU")
+    command = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(1000)"]
+    with pytest.raises(KeyboardInterrupt), watched(command, tmp_path / "output") as watch:
+        watch.until(lambda: "begun" in (tmp_path / "output").read_text(), 60, 0.05)
+        raise KeyboardInterrupt
+    assert "output:\nbegun" in (said := capsys.readouterr().out)
+    assert "generator-0.0.log:\nit waits for a GPU" in said
 
 
 @pytest.mark.parametrize("arguments", [["nope"], ["--minutes", "0"], ["--device", "tpu"]])

@@ -20,13 +20,18 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from experiments.bench._processes import watched
 from experiments.compare.job import Row
 from experiments.gpu import __main__ as kit
-from experiments.gpu import bundle, compare, kernels, part, runs
+from experiments.gpu import bundle, compare, kernels, learner, part, runs
+from experiments.gpu.models import save_model
+from rl.models.packing import make_packs
+from rl.wire.messages import BatchPart
 
 OURS = f"{__name__}:"
+small = learner._batch_part
 
 
 def told(out: Path, name: str) -> dict[str, Any]:
@@ -43,9 +48,9 @@ def test_the_fast_parts_on_a_cpu(tmp_path: Path) -> None:
     for name, kinds in (("fresco", ("repeated", "fresh")), ("bare", ("fresh",))):
         found = case[f"tiny {name}, activations again"]
         assert all(found[kind]["tokens_per_s"] > 0 and found[kind]["mfu"] > 0 for kind in kinds)
-        pack = case[f"tiny {name}, activations again, a pack"]
-        assert sum(pack["shares"].values()) == pytest.approx(1) and pack["shares"]["matrix products"] > 0
-        assert pack["wall_s"] > 0 and pack["busy_s"] > 0
+    pack = case["tiny fresco, activations again, a pack"]
+    assert sum(pack["shares"].values()) == pytest.approx(1) and pack["shares"]["matrix products"] > 0
+    assert pack["wall_s"] > 0 and pack["busy_s"] > 0
     ours, bare = (case[f"tiny {name}, activations again"]["fresh"]["tokens_per_s"] for name in ("fresco", "bare"))
     assert case["tiny fresco over bare, tokens a second"] == pytest.approx(ours / bare)
     assert (
@@ -79,6 +84,35 @@ def test_a_learning_curve_on_a_cpu_in_engines_that_start_once(tmp_path: Path) ->
         assert first["steps"] == second["steps"] == 4
         assert len(first["points"]) >= 1 and all(0 <= score <= 1 for _, score in first["points"])
         assert second["start_s"] < first["start_s"]
+
+
+def test_a_step_is_compared_with_the_same_work_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    seconds = iter([9.0, *(each for first in (1.0, 2.0, 3.0, 4.0, 5.0) for each in (1.1 * first, first))])
+
+    def timed(_step: object, batch_part: BatchPart, _device: str) -> float:
+        seen.append(sum(batch_part.lengths))
+        return next(seconds)
+
+    monkeypatch.setattr(learner, "_timed", timed)
+    monkeypatch.setattr(learner, "_batch_part", lambda size, _device, seed: small(size, "cpu", seed))
+    monkeypatch.setattr(learner.torch.cuda, "max_memory_allocated", lambda: 0)
+    monkeypatch.setattr(learner.torch.cuda, "max_memory_reserved", lambda: 0)
+    found = learner._measured(lambda _: None, "tiny", "cuda", repeated=True)
+    assert seen[1::2] == seen[2::2] and len(set(seen)) > 3
+    assert found["fresh_over_repeated"] == pytest.approx(1.1) and found["repeated"]["seconds"] == 3
+
+
+def test_the_bare_loop_has_our_dtype_between_its_layers(tmp_path: Path) -> None:
+    config = learner.config_of("tiny", "cpu", True, ["model.dtype=bfloat16", "generator.dtype=bfloat16"])
+    loop = learner._Bare(config, save_model("tiny", tmp_path, "cpu"), "cpu")
+    seen: list[torch.dtype] = []
+    for module in (loop.model.model.embed_tokens, *loop.model.model.layers, loop.model.model.norm):
+        module.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
+    batch_part = small("tiny", "cpu", 0)
+    packs = [pack.with_columns(advantages=torch.ones(pack.tokens)) for pack in make_packs(batch_part, 256, 0)]
+    loop.step(loop.prepared(packs), batch_part.loss_tokens)
+    assert set(seen) == {torch.bfloat16} and loop.model.model.embed_tokens.weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

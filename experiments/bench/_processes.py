@@ -107,6 +107,15 @@ class Watched:
         """The end of its output, and of each log of a run beside that."""
         return ends_of(self.output, *logs_below(self.output.parent))
 
+    def kill_learner(self, incarnation: int) -> None:
+        """Raises SystemExit where there is none."""
+        for each in psutil.Process(self.process.pid).children(recursive=True):
+            words = " ".join(each.cmdline()).split()  # one word where a process has taken a title
+            if "-m rl.learner.process" in " ".join(words) and words[-1] == str(incarnation):
+                each.kill()
+                return
+        self.fail(f"there is no learner of incarnation {incarnation}")
+
     def stop(self) -> None:
         """No more readings."""
         self._ended.set()

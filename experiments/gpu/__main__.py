@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.bench._ratios import machine
-from experiments.gpu.part import PARTS, write
+from experiments.gpu.part import PARTS, commit, write
 from launch.gpus import visible_gpus
 
 _OUT = Path(__file__).parents[1] / "results" / "gpu"
@@ -80,6 +80,7 @@ def _provenance(name: str, device: str) -> dict[str, Any]:
         "device": device,
         "machine": ", ".join([*(names if device == "cuda" else []), machine()]),
         "gpus": sizes,
+        "commit": commit(),
         "versions": {package: found for package in _PACKAGES if (found := _version(package))},
         "command": f"python -m experiments.gpu {name}" + (" --device cpu" if device == "cpu" else ""),
         "date": datetime.now(UTC).date().isoformat(),

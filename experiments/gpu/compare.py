@@ -25,7 +25,6 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
-import psutil
 
 from experiments.bench._processes import Watched, watched
 from experiments.compare import fresco, trl
@@ -175,12 +174,7 @@ def _begin_anew(job: Job, watch: Watched, repeat: int) -> None:
     with (job.folder / CHANGES).open("ab") as file:
         file.write(msgspec.json.encode(undo) + b"\n")
 
-    for each in psutil.Process(watch.process.pid).children(recursive=True):
-        words = " ".join(each.cmdline()).split()  # one word where a process has taken a title
-        if "-m rl.learner.process" in " ".join(words) and words[-1] == str(repeat):
-            each.kill()
-            return
-    watch.fail(f"there is no learner of repeat {repeat}")
+    watch.kill_learner(repeat)
 
 
 def _told(job: Job, rows: Sequence[Row]) -> dict[str, Any]:

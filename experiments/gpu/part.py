@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -20,16 +22,19 @@ PARTS = {
     "states": ("experiments.gpu.learner:states", 240),
     "kinds": ("experiments.gpu.learner:kinds", 240),
     "weights": ("experiments.gpu.engine:weights", 240),
+    "frames": ("experiments.gpu.engine:frames", 120),
     "adapters": ("experiments.gpu.engine:adapters", 120),
     "rollout": ("experiments.gpu.engine:rollout", 480),
     "end_to_end": ("experiments.gpu.runs:end_to_end", 240),
-    "one_gpu": ("experiments.gpu.runs:one_gpu", 300),
-    "start": ("experiments.gpu.runs:start", 300),
+    "one_gpu": ("experiments.gpu.runs:one_gpu", 360),
+    "start": ("experiments.gpu.runs:start", 330),
     "curve": ("experiments.gpu.compare:curve", 360),
     "compare_short": ("experiments.gpu.compare:compare_short", 480),
     "compare_long": ("experiments.gpu.compare:compare_long", 480),
 }
 """What carries out a part, and its limit in seconds."""
+COMMIT = Path(__file__).parents[2] / "COMMIT"
+"""In a checkout that was bundled: which it is."""
 
 
 class Unrun(Exception):
@@ -74,6 +79,16 @@ def write(path: Path, told: Mapping[str, Any]) -> None:
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(told, indent=2) + "\n")
     draft.replace(path)
+
+
+def commit() -> str:
+    """Of this checkout, `-dirty` if it has been changed since; empty where neither git nor a bundle says."""
+    if COMMIT.exists():
+        return COMMIT.read_text()
+    if shutil.which("git") is None:
+        return ""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return subprocess.run(describe, cwd=COMMIT.parent, capture_output=True, text=True).stdout.strip()
 
 
 def need_vllm() -> None:

@@ -20,18 +20,13 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from experiments.bench._processes import watched
 from experiments.compare.job import Row
 from experiments.gpu import __main__ as kit
-from experiments.gpu import bundle, compare, kernels, learner, part, runs
-from experiments.gpu.models import save_model
-from rl.models.packing import make_packs
-from rl.wire.messages import BatchPart
+from experiments.gpu import bundle, compare, kernels, part, runs
 
-OURS = f"{__name__}:"
-small = learner._batch_part
+OURS = "tests.experiments.kit_parts:"
 
 
 def told(out: Path, name: str) -> dict[str, Any]:
@@ -41,7 +36,7 @@ def told(out: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.docs
 def test_the_fast_parts_on_a_cpu(tmp_path: Path) -> None:
-    parts = ["learner", "memory", "states", "kinds", "one_gpu"]
+    parts = ["learner", "memory", "states", "kinds", "one_gpu", "start"]
     assert kit.main([*parts, "--device", "cpu", "--minutes", "8", "--out", str(tmp_path)]) == 0
 
     case = told(tmp_path, "learner")
@@ -67,10 +62,11 @@ def test_the_fast_parts_on_a_cpu(tmp_path: Path) -> None:
         assert models[name]["gradients_s"] > 0 and models[name]["optimizer_s"] > 0
     assert models["tiny, LoRA"]["promised_host_gib"] < models["tiny, in full"]["promised_host_gib"]
     assert told(tmp_path, "memory")["unrun"] == "torch does not count the bytes of a CPU"
+    assert told(tmp_path, "start")["cpu, first"]["marks_s"]["first update"] > 0
     turns = told(tmp_path, "one_gpu")
-    assert turns["alternate: exit_code"] == 0 and turns["alternate: seconds"] > 0
-    assert turns["alternate: summary"]["steps"] == 1 and not any(key.startswith("shared") for key in turns)
-    (trained,) = (row for row in turns["alternate: metrics"] if "time/train" in row)
+    assert turns["alternate, tiny: exit_code"] == 0 and turns["alternate, tiny: seconds"] > 0
+    assert turns["alternate, tiny: summary"]["steps"] == 1 and not any(key.startswith("shared") for key in turns)
+    (trained,) = (row for row in turns["alternate, tiny: metrics"] if "time/train" in row)
     assert trained["time/take_device"] > 0 and trained["time/give_device"] > 0
     assert all((tmp_path / f"{name}.log").exists() for name in parts)
 
@@ -84,35 +80,6 @@ def test_a_learning_curve_on_a_cpu_in_engines_that_start_once(tmp_path: Path) ->
         assert first["steps"] == second["steps"] == 4
         assert len(first["points"]) >= 1 and all(0 <= score <= 1 for _, score in first["points"])
         assert second["start_s"] < first["start_s"]
-
-
-def test_a_step_is_compared_with_the_same_work_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    seconds = iter([9.0, *(each for first in (1.0, 2.0, 3.0, 4.0, 5.0) for each in (1.1 * first, first))])
-
-    def timed(_step: object, batch_part: BatchPart, _device: str) -> float:
-        seen.append(sum(batch_part.lengths))
-        return next(seconds)
-
-    monkeypatch.setattr(learner, "_timed", timed)
-    monkeypatch.setattr(learner, "_batch_part", lambda size, _device, seed: small(size, "cpu", seed))
-    monkeypatch.setattr(learner.torch.cuda, "max_memory_allocated", lambda: 0)
-    monkeypatch.setattr(learner.torch.cuda, "max_memory_reserved", lambda: 0)
-    found = learner._measured(lambda _: None, "tiny", "cuda", repeated=True)
-    assert seen[1::2] == seen[2::2] and len(set(seen)) > 3
-    assert found["fresh_over_repeated"] == pytest.approx(1.1) and found["repeated"]["seconds"] == 3
-
-
-def test_the_bare_loop_has_our_dtype_between_its_layers(tmp_path: Path) -> None:
-    config = learner.config_of("tiny", "cpu", True, ["model.dtype=bfloat16", "generator.dtype=bfloat16"])
-    loop = learner._Bare(config, save_model("tiny", tmp_path, "cpu"), "cpu")
-    seen: list[torch.dtype] = []
-    for module in (loop.model.model.embed_tokens, *loop.model.model.layers, loop.model.model.norm):
-        module.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
-    batch_part = small("tiny", "cpu", 0)
-    packs = [pack.with_columns(advantages=torch.ones(pack.tokens)) for pack in make_packs(batch_part, 256, 0)]
-    loop.step(loop.prepared(packs), batch_part.loss_tokens)
-    assert set(seen) == {torch.bfloat16} and loop.model.model.embed_tokens.weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -164,26 +131,6 @@ def test_trl_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(compare.pins_of(compare.PACKAGES)) == len(compare.PACKAGES) and compare.pins_of(["trl"]) == [
         "trl==1.16.0"
     ]
-
-
-def slow(result: part.Result, device: str) -> None:
-    """Notes something, and goes on for ever, as does what it has begun."""
-    child = subprocess.Popen(["sleep", "1000"])
-    result.note("child", child.pid)
-    time.sleep(1000)
-
-
-def broken(result: part.Result, device: str) -> None:
-    result.note("first", 1)
-    raise RuntimeError(device)
-
-
-def half_broken(result: part.Result, device: str) -> None:
-    """Its cases fail as code does, and as a watched command does."""
-    for name, error in (("first", RuntimeError(device)), ("second", SystemExit("it ended too soon"))):
-        with result.case(name):
-            raise error
-    result.note("third", 3)
 
 
 @pytest.fixture
@@ -239,7 +186,7 @@ def test_who_kills_the_kit_finds_what_was_noted_and_where(tmp_path: Path, monkey
     with pytest.raises(KeyboardInterrupt):
         kit.run_part("tests", 60, tmp_path, "cpu")
     found = told(tmp_path, "tests")
-    assert found["machine"] and found["date"] and found["first"] == 1 and "seconds" not in found
+    assert found["machine"] and found["date"] and found["commit"] and found["first"] == 1 and "seconds" not in found
     assert [each.name for each in tmp_path.iterdir()] == ["tests.json"]
 
 
@@ -342,11 +289,13 @@ def test_a_bundle_unpacks_itself_and_measures(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         bundle.archive(tmp_path / f"{name}.tar.xz", {"own": tmp_path / name})
     (tmp_path / "go.sh").write_text(bundle._GO)
-    stand_in = f'#!/bin/sh\n[ "$2" != tarfile ] || exec {sys.executable} "$@"\necho "$PWD $PYTHONPATH $*"\n'
+    stand_in = f'#!/bin/sh\n[ "$2" = experiments.gpu ] || exec {sys.executable} "$@"\necho "$PWD $PYTHONPATH $*"\n'
     (tmp_path / "python3").write_text(stand_in)
     (tmp_path / "python3").chmod(0o755)
     with tarfile.open(tmp_path / "fresco.tar.xz") as file:
         assert {"experiments/gpu/__main__.py", "tests/rl/learner/test_gpu.py"} <= set(file.getnames())
+        (carried,) = (file.extractfile(each) for each in file if each.name == part.COMMIT.name)
+        assert carried is not None and carried.read().decode() == part.commit() != ""
 
     trl = tmp_path / "bundle-trl"
     trl.mkdir()
@@ -364,6 +313,10 @@ def test_a_bundle_unpacks_itself_and_measures(tmp_path: Path) -> None:
         for name in ("fresco", "site", "cache"):
             (tmp_path / f"{name}.tar.xz").unlink(missing_ok=True)
     assert (kit_folder / "trl" / "trl").exists() and (kit_folder / "cache" / "model").exists()
+    until = time.monotonic() + 60
+    while not list((kit_folder / "fresco" / "experiments").glob("__pycache__/*.pyc")):
+        assert time.monotonic() < until, "what is unpacked is compiled behind the measuring"
+        time.sleep(0.1)
 
 
 def test_nothing_that_fresco_imports_is_left_behind() -> None:

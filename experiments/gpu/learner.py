@@ -89,13 +89,12 @@ def learner(result: Result, device: str) -> None:
     with one_rank(device), tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         rates: dict[tuple[str, str, bool], float] = {}
         for size, side, compile in _CASES[device]:
-            checkpointing, compiled = size not in _STORED, ", compiled" if compile else ""
-            case = f"{size} {side}{', activations again' if checkpointing else ''}{compiled}"
+            case = case_of(size, side, compile)
             _clear(device)
 
             with _if_it_fits(result, case):
                 model = save_model(size, Path(folder), device)
-                config = config_of(size, device, checkpointing, [f"learner.compile={str(compile).lower()}"])
+                config = config_of(size, device, size not in _STORED, [f"learner.compile={str(compile).lower()}"])
                 step = _fresco(config, model, device) if side == "fresco" else _bare(config, model, device)
                 found = _measured(step, size, device, repeated=side == "fresco")
                 result.note(case, found)
@@ -109,7 +108,12 @@ def learner(result: Result, device: str) -> None:
 
             if side == "bare" and {(size, each, compile) for each in ("fresco", "bare")} <= rates.keys():
                 ratio = rates[size, "fresco", compile] / rates[size, "bare", compile]
-                result.note(f"{size} fresco over bare{compiled}, tokens a second", ratio)
+                result.note(f"{size} fresco over bare{', compiled' if compile else ''}, tokens a second", ratio)
+
+
+def case_of(size: str, side: str, compile: bool) -> str:
+    """The name of a case's result."""
+    return f"{size} {side}{'' if size in _STORED else ', activations again'}{', compiled' if compile else ''}"
 
 
 @contextmanager

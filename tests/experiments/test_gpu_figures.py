@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from experiments.bench.rollout import Measured
 from experiments.compare import fresco, trl
@@ -18,6 +20,7 @@ from experiments.compare.job import Job
 from experiments.gpu import __main__ as kit
 from experiments.gpu import engine, learner, part, runs
 from experiments.gpu.models import save_model, shape_of
+from experiments.results.pages import RESULTS
 from launch.gpus import Gpu
 from launch.machine import Machine, gpu_bytes
 from launch.memory import estimate
@@ -48,6 +51,17 @@ def test_a_step_is_compared_with_the_same_work_again(monkeypatch: pytest.MonkeyP
     found = learner._measured(lambda _: None, "tiny", "cuda", repeated=True)
     assert seen[1::2] == seen[2::2] and len(set(seen)) > 3
     assert found["fresh_over_repeated"] == pytest.approx(1.1) and found["repeated"]["seconds"] == 3
+
+
+def test_what_the_page_shows_of_the_learner_is_what_is_measured() -> None:
+    sections = yaml.safe_load((RESULTS / "measured.yaml").read_text())["sections"]
+    rows = [row for section in sections for row in section["rows"] if row.get("file") == "gpu/learner.json"]
+    shown = {name for row in rows for name in re.findall(r"whole\[([^]]+)\]", row["figure"])}
+
+    cases = {learner.case_of(*case) for case in learner._CASES["cuda"]}
+    assert {name for name in shown if "over" not in name and "a pack" not in name} <= cases
+    packs = {f"{learner.case_of('1.5b', 'fresco', compile)}, a pack" for compile in (False, True)}
+    assert {name for name in shown if "a pack" in name} == packs
 
 
 def test_the_bare_loop_has_our_dtype_between_its_layers(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ _LOOK_S = 0.25
 _NAMES_EVERY_S = 2.0
 _YOUNG_S = 5.0
 _END_S = 60.0
+_TOLD = 4000  # characters of what is said last
 
 
 @dataclass
@@ -99,8 +100,21 @@ class Watched:
             self.fail(f"it ended with {code}")
 
     def fail(self, why: str) -> NoReturn:
-        """Raises SystemExit, with the end of what the command has said."""
-        raise SystemExit(f"{why}:\n{self.output.read_text(errors='replace')[-4000:]}")
+        """Raises SystemExit, with what the command has said last."""
+        raise SystemExit(f"{why}:\n{self.said()}")
+
+    def said(self) -> str:
+        """The end of its output, and of each log of a run beside that."""
+        return ends_of(self.output, *logs_below(self.output.parent))
+
+    def kill_learner(self, incarnation: int) -> None:
+        """Raises SystemExit where there is none."""
+        for each in psutil.Process(self.process.pid).children(recursive=True):
+            words = " ".join(each.cmdline()).split()  # one word where a process has taken a title
+            if "-m rl.learner.process" in " ".join(words) and words[-1] == str(incarnation):
+                each.kill()
+                return
+        self.fail(f"there is no learner of incarnation {incarnation}")
 
     def stop(self) -> None:
         """No more readings."""
@@ -143,6 +157,16 @@ class Watched:
         return "starting" if "/" in name else name  # a copy that takes its title: so far only the way to its program
 
 
+def logs_below(folder: Path) -> list[Path]:
+    """Those of the processes of the runs in a folder."""
+    return sorted(folder.glob("*/logs/*.log"))
+
+
+def ends_of(*files: Path) -> str:
+    """The last characters of each file that is there, below its name."""
+    return "\n".join(f"{each}:\n{each.read_text(errors='replace')[-_TOLD:]}" for each in files if each.exists())
+
+
 def free_of_threads() -> dict[str, str]:
     """This process's environment without what it says of OpenMP: how many threads there are is the command's matter."""
     said = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
@@ -161,7 +185,8 @@ def end_on_sigterm() -> Any:
 def watched(command: Sequence[str], output: Path, environment: Mapping[str, str] | None = None) -> Iterator[Watched]:
     """Run it until the block ends; then it is interrupted, as by Ctrl-C, and has ended when this returns.
 
-    SIGTERM ends the block as well. Call from the main thread.
+    SIGTERM ends the block as well. Where it is left by that or an error, this process says what the command said last.
+    Call from the main thread.
     """
     handler = end_on_sigterm()
 
@@ -173,6 +198,11 @@ def watched(command: Sequence[str], output: Path, environment: Mapping[str, str]
     watch = Watched(process, output)
     try:
         yield watch
+
+    except BaseException as why:
+        if not isinstance(why, SystemExit) or isinstance(why.code, int):  # else `fail` has said it
+            print(watch.said(), flush=True)
+        raise
 
     finally:
         watch.stop()

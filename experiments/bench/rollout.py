@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,9 +129,13 @@ def _save_model(folder: Path) -> Path:
 
 
 async def measure_sides(
-    run: RunFile, options: argparse.Namespace, cores: list[int] | None = None
+    run: RunFile,
+    options: argparse.Namespace,
+    cores: list[int] | None = None,
+    told: Callable[[Mapping[str, Measured]], None] | None = None,
 ) -> dict[str, Measured]:
-    """Both sides in turns; cores: to which both are pinned alike, None where there are enough."""
+    """Both sides in turns; cores: to which both are pinned alike, None where there are enough. told: is called after
+    each round of both."""
     async with contextlib.AsyncExitStack() as stack:
         bare = stack.enter_context(_bare(run))
         path = await stack.enter_async_context(_whole_path(run))
@@ -149,8 +153,10 @@ async def measure_sides(
             measured[name].tokens_per_s.append(rate)
             measured[name].engine_cpu_us.append(engine_us)
             measured[name].other_cpu_us.append(other_us)
-            told = f"{rate:6.0f} tokens/s, CPU per token: engine {engine_us:4.0f} µs, others {other_us:4.0f} µs"
-            print(f"round {round_number} {name}: {told}", flush=True)
+            said = f"{rate:6.0f} tokens/s, CPU per token: engine {engine_us:4.0f} µs, others {other_us:4.0f} µs"
+            print(f"round {round_number} {name}: {said}", flush=True)
+            if told is not None and len({len(values.tokens_per_s) for values in measured.values()}) == 1:
+                told(measured)
 
     return measured
 

@@ -85,8 +85,8 @@ def _options(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def one_start(options: argparse.Namespace, folder: Path) -> Start:
-    """One start; everything that it began has ended when this returns."""
+def one_start(options: argparse.Namespace, folder: Path, *, saves: bool = True) -> Start:
+    """One start; everything that it began has ended when this returns. saves: its model first."""
     settings = ["steps=1", f"runs={folder}", "name=start", *options.overrides]
     run = folder / "start"
     if run.exists():
@@ -96,6 +96,8 @@ def one_start(options: argparse.Namespace, folder: Path) -> Start:
     begun = Start()
     with watched([sys.executable, "-m", "launch.cli", "run", options.recipe, *settings], output) as watch:
         watch.until(lambda: _look(begun, run, watch), _DEADLINE_S, _LOOK_S)
+        if not saves:
+            watch.kill_learner(0)
 
     begun.processes = watch.used
     return begun

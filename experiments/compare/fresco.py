@@ -6,6 +6,7 @@ import msgspec
 
 from experiments.compare.job import Job, Row
 from experiments.compare.tasks import HELD_OUT
+from experiments.compare.trl import CACHE
 
 PINS = ""
 RECIPE = "math_cpu"
@@ -46,7 +47,7 @@ def settings(job: Job) -> list[str]:
         "rollout.group_size": job.group_size,
         "generator.count": 1,
         "generator.max_model_len": job.longest,
-        "generator.options.kv_cache_bytes": 1 << 28,
+        "generator.options.kv_cache_bytes": CACHE,
         "learner.ranks": 1,
         "learner.lr": job.lr,
         "learner.max_tokens_per_pack": 2048,

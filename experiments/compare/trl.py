@@ -24,6 +24,8 @@ PINS = "requirements/compare_trl.txt"
 _ROWS = "rows.jsonl"
 _SHARE = 0.3
 """vLLM's share of the GPU's memory, which is TRL's default."""
+CACHE = 1 << 28
+"""Bytes of the KV cache of both sides: TRL empties its own at each step, which takes time by its size."""
 
 
 def command(job: Job, python: str) -> list[str]:
@@ -96,7 +98,8 @@ def _on_device(job: Job) -> dict[str, Any]:
         return {"bf16": False, "use_cpu": True}
 
     module: Any = import_module("trl.generation.vllm_generation")
-    module.LLM = partial(module.LLM, dtype="bfloat16")  # TRL does not say, and vLLM's guess is another for float32
+    # TRL says neither, and vLLM's guess is another dtype for float32, and all of its share.
+    module.LLM = partial(module.LLM, dtype="bfloat16", kv_cache_memory_bytes=CACHE)
     vllm = {"mode": "colocate", "gpu_memory_utilization": _SHARE, "max_model_length": job.longest}
     return {"bf16": True, "use_vllm": True} | {f"vllm_{name}": value for name, value in vllm.items()}
 

@@ -22,11 +22,12 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from experiments.bench._ratios import machine
-from experiments.gpu.part import PARTS
+from experiments.gpu.part import PARTS, commit, write
 from launch.gpus import visible_gpus
 
 _OUT = Path(__file__).parents[1] / "results" / "gpu"
@@ -57,34 +58,44 @@ def main(argv: list[str]) -> int:
 
 
 def run_part(name: str, limit_s: float, out: Path, device: str) -> dict[str, Any]:
-    """Run one part to its end or its limit, and complete its JSON."""
+    """Run one part to its end or its limit, and complete its JSON. It begins with where it was measured: whoever ends
+    this program at a limit of his own leaves a file that says so. Only one that came to an end says its seconds."""
     file = out / f"{name}.json"
-    file.unlink(missing_ok=True)
     begin = time.monotonic()
-    told: dict[str, Any] = {"unrun": "no time was left for it"}
-    if limit_s >= _LEAST_S:
-        told = _carried_out(name, limit_s, file, device)
+    write(file, _provenance(name, device))
 
-    provenance = {
-        "part": name,
-        "device": device,
-        "machine": ", ".join([*(gpu_names() if device == "cuda" else []), machine()]),
-        "gpus": [f"{(gpu.memory or 0) / 2**30:.1f} GiB" for gpu in visible_gpus()],
-        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
-        "command": f"python -m experiments.gpu {name}" + (" --device cpu" if device == "cpu" else ""),
-        "date": datetime.now(UTC).date().isoformat(),
-        "seconds": round(time.monotonic() - begin, 1),
-    }
-    file.write_text(json.dumps(provenance | told, indent=2) + "\n")
+    ended: dict[str, Any] = {"unrun": "no time was left for it"}
+    if limit_s >= _LEAST_S:
+        ended = _carried_out(name, limit_s, file, device)
+    told: dict[str, Any] = json.loads(file.read_text())
+    told |= ended | {"seconds": round(time.monotonic() - begin, 1)}
+    write(file, told)
     return told
 
 
-def gpu_names() -> list[str]:
-    """As the driver names them; none where it is not there."""
+def _provenance(name: str, device: str) -> dict[str, Any]:
+    names, sizes = _gpus()
+    return {
+        "part": name,
+        "device": device,
+        "machine": ", ".join([*(names if device == "cuda" else []), machine()]),
+        "gpus": sizes,
+        "commit": commit(),
+        "versions": {package: found for package in _PACKAGES if (found := _version(package))},
+        "command": f"python -m experiments.gpu {name}" + (" --device cpu" if device == "cpu" else ""),
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+@cache
+def _gpus() -> tuple[list[str], list[str]]:
+    """Names and sizes by the driver; none where it is not there. It is asked once: a part may leave it without an
+    answer, and the next one has the same machine."""
     if shutil.which("nvidia-smi") is None:
-        return []
+        return [], []
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.strip().splitlines()
+    names = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.strip().splitlines()
+    return names, [f"{(gpu.memory or 0) / 2**30:.1f} GiB" for gpu in visible_gpus()]
 
 
 def _version(package: str) -> str:
@@ -95,7 +106,7 @@ def _version(package: str) -> str:
 
 
 def _carried_out(name: str, limit_s: float, file: Path, device: str) -> dict[str, Any]:
-    """What the part's process noted; what it began ends with it."""
+    """How the part's process has ended, if not well; what it began ends with it."""
     command = [sys.executable, "-c", _CHILD, name, str(file), device]
     # Threads that spin starve each other where all cores are in use, as they are on a CPU.
     few = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} if device == "cpu" else {}
@@ -113,9 +124,7 @@ def _carried_out(name: str, limit_s: float, file: Path, device: str) -> dict[str
             ended = {"ended_after_s": round(limit_s, 1)}
         finally:
             _end(process)
-
-    noted = json.loads(file.read_text()) if file.exists() else {}
-    return noted | ended
+    return ended
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -126,7 +135,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs may keep it
+        process.wait(_TIDY_S)
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:

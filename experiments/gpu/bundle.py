@@ -26,6 +26,7 @@ from pathlib import Path
 from experiments.compare.start_model import ensure_start_model
 from experiments.compare.tasks import TASKS
 from experiments.gpu.compare import SITE, pins_of
+from experiments.gpu.part import COMMIT, commit
 from launch.prepare import prepare
 from rl.config.recipes import find_recipe
 from rl.config.schema import load_config
@@ -72,6 +73,8 @@ for archive in "$here"/*.tar.xz; do
         mkdir -p "$kit/${name%-*}"
         python3 -m tarfile -e "$archive" "$kit/${name%-*}"  # which needs no xz beside it
         touch "$kit/$name.unpacked"
+        # Once for all processes, which would each compile what they import.
+        (unset PYTHONDONTWRITEBYTECODE; exec python3 -m compileall -q -j 8 "$kit/${name%-*}") > /dev/null 2>&1 &
     fi
 done
 export PYTHONPATH="$kit/fresco:$kit/site" FRESCO_CACHE="$kit/cache" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
@@ -190,9 +193,13 @@ def archive(path: Path, content: dict[str, Path]) -> None:
 
 
 def archive_checkout(path: Path) -> None:
-    """What git tracks of this checkout, as it is now."""
+    """What git tracks of this checkout, as it is now, and which commit that is."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=_ROOT, capture_output=True, text=True, check=True).stdout
-    archive(path, {name: _ROOT / name for name in listed.split("\0") if name and (_ROOT / name).exists()})
+    files = {name: _ROOT / name for name in listed.split("\0") if name and (_ROOT / name).exists()}
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / COMMIT.name
+        told.write_text(commit())
+        archive(path, files | {COMMIT.name: told})
 
 
 def _pip(command: str, *arguments: str) -> None:

@@ -25,7 +25,6 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
-import psutil
 
 from experiments.bench._processes import Watched, watched
 from experiments.compare import fresco, trl
@@ -71,7 +70,7 @@ def curve(result: Result, device: str) -> None:
     need_vllm()
     steps = 60 if device == "cuda" else 4
     for name, alpha in _CURVES.items():
-        with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
+        with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder, result.case(f"{name}, failed"):
             no_path = Path()  # model and questions are the recipe's own
             fields = {"seed": 0, "lr": 1e-4, "groups": 16, "group_size": 8, "max_tokens": 24, "rows_at_once": 1}
             job = Job(Path(folder) / "run", no_path, no_path, steps=steps, **fields)  # type: ignore[arg-type]
@@ -91,7 +90,7 @@ def curve(result: Result, device: str) -> None:
 
 
 def _compare(result: Result, device: str, task: Task) -> None:
-    """All sides, each after the end of the one before. Raises SystemExit, at the end, where one has failed."""
+    """All sides, each after the end of the one before."""
     need_vllm()
     packages = trl_packages()
     (of_trl,) = importlib.metadata.distributions(name="trl", path=[str(packages)])
@@ -102,19 +101,9 @@ def _compare(result: Result, device: str, task: Task) -> None:
         task = replace(task, sft_steps=2, sft_batch=8, sft_parts=1, groups=2, group_size=4)
     model = ensure_start_model(task)
 
-    failed = False
     for name, alpha in _SIDES.items():
-        with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
-            try:
-                _side(result, name, alpha, _job(Path(folder) / "run", task, model, device), packages)
-            except SystemExit as why:
-                if isinstance(why.code, int):
-                    raise  # this part is told to end
-                failed = True
-                result.note(f"{name}, error", str(why)[-2000:])
-
-    if failed:
-        sys.exit(1)
+        with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder, result.case(f"{name}, failed"):
+            _side(result, name, alpha, _job(Path(folder) / "run", task, model, device), packages)
 
 
 def _job(folder: Path, task: Task, model: Path, device: str) -> Job:
@@ -185,12 +174,7 @@ def _begin_anew(job: Job, watch: Watched, repeat: int) -> None:
     with (job.folder / CHANGES).open("ab") as file:
         file.write(msgspec.json.encode(undo) + b"\n")
 
-    for each in psutil.Process(watch.process.pid).children(recursive=True):
-        words = " ".join(each.cmdline()).split()  # one word where a process has taken a title
-        if "-m rl.learner.process" in " ".join(words) and words[-1] == str(repeat):
-            each.kill()
-            return
-    watch.fail(f"there is no learner of repeat {repeat}")
+    watch.kill_learner(repeat)
 
 
 def _told(job: Job, rows: Sequence[Row]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +21,12 @@ _LAUNCHES = re.compile(r"cu(da)?(Graph)?Launch|cudaMem(cpy|set)")
 _SLOWEST = 12
 
 
-def profiled(step: Callable[[], object], packs: int, wall_s: float, device: str) -> dict[str, Any]:
-    """One step, by pack: its wall seconds `wall_s` without the profiler, seconds in which kernels ran, launches, and
-    shares of these seconds. `step` waits for the device."""
+def profiled(step: Callable[[], object], packs: int, device: str) -> dict[str, Any]:
+    """One step, by pack: its wall seconds just before, without the profiler, seconds in which kernels ran, launches,
+    and shares of these seconds. `step` waits for the device."""
+    begin = time.perf_counter()
+    step()
+    wall_s = time.perf_counter() - begin
     on_gpu = device == "cuda"
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=kinds) as found:

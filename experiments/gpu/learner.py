@@ -3,8 +3,8 @@
 A step is four packs of 16 384 tokens, made of samples of 512 to 4 096. The bare loop has the same packs, attention and
 head, compiled where the learner's are, and nothing of the learner's own loop. `mfu` counts 6 for each parameter and
 token, and causal attention; what is computed again in backward is not counted. `mfu_computed` counts the head on
-trained tokens only, as it is computed. All are medians of five steps with new lengths in each, or of three with the
-same ones, the optimizer's part included.
+trained tokens only, as it is computed. All are medians of five steps with new lengths in each, or of the same five
+again, each behind its own; the optimizer's part is included.
 """
 
 from __future__ import annotations
@@ -46,17 +46,21 @@ _PEAK = 989e12  # of an H100 in bfloat16, dense
 _SAMPLES, _GROUP, _PACKS = 28, 4, 4
 _CASES = {
     "cuda": [
-        ("1.5b", True, False),
-        ("1.5b", True, True),
-        ("4b", True, False),
-        ("0.5b", False, False),
-        ("0.5b", False, True),
+        ("1.5b", "fresco", False),
+        ("1.5b", "bare", False),
+        ("1.5b", "fresco", True),
+        ("4b", "fresco", False),
+        ("0.5b", "fresco", False),
+        ("1.5b", "bare", True),
+        ("0.5b", "bare", False),
     ],
-    "cpu": [("tiny", True, False)],
+    "cpu": [("tiny", "fresco", False), ("tiny", "bare", False)],
 }
-"""Size, whether activations are computed again, and whether layers and head are compiled."""
+"""Size, side, and whether layers and head are compiled, in the order of what one wants to know where time runs out."""
+_STORED = ("0.5b",)
+"""Sizes that keep their activations; all others compute them again."""
 _MEMORY = {"cuda": [("0.5b", True), ("0.5b", False), ("1.5b", True), ("1.5b", False)]}
-_STATES = {"cuda": ["1.5b", "4b", "8b"], "cpu": ["tiny"]}
+_STATES = {"cuda": ["1.5b", "4b"], "cpu": ["tiny"]}  # 8B takes 123 GiB of the host, or 138 of the GPU
 _HOST = "learner.optimizer_states=host"
 _PLACES = {"device": (), "host": (_HOST,), "host, added up in bfloat16": (_HOST, "learner.reduce_dtype=bfloat16")}
 _LORA = "model.lora={rank: 16, alpha: 32}"
@@ -81,38 +85,45 @@ Step = Callable[[BatchPart], None]
 
 
 def learner(result: Result, device: str) -> None:
-    """Each case by itself: one that does not fit leaves the others. The first size is profiled as well."""
+    """Each case by itself: one that fails leaves the others. Ours of the first size is profiled as well."""
     with one_rank(device), tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
-        for size, checkpointing, compile in _CASES[device]:
-            model = save_model(size, Path(folder), device)
-            config = config_of(size, device, checkpointing, [f"learner.compile={str(compile).lower()}"])
-            rates: dict[str, float] = {}
-            for name in ("fresco", "bare"):
-                case = f"{size} {name}{', activations again' if checkpointing else ''}{', compiled' if compile else ''}"
-                _clear(device)
+        rates: dict[tuple[str, str, bool], float] = {}
+        for size, side, compile in _CASES[device]:
+            case = case_of(size, side, compile)
+            _clear(device)
 
-                with _if_it_fits(result, case):
-                    step = _fresco(config, model, device) if name == "fresco" else _bare(config, model, device)
-                    found = _measured(step, size, device, repeated=name == "fresco")
-                    result.note(case, found)
-                    rates[name] = found["fresh"]["tokens_per_s"]
-                    if size == _CASES[device][0][0]:
+            with _if_it_fits(result, case):
+                model = save_model(size, Path(folder), device)
+                config = config_of(size, device, size not in _STORED, [f"learner.compile={str(compile).lower()}"])
+                step = _fresco(config, model, device) if side == "fresco" else _bare(config, model, device)
+                found = _measured(step, size, device, repeated=side == "fresco")
+                result.note(case, found)
+                rates[size, side, compile] = found["fresh"]["tokens_per_s"]
+
+                if side == "fresco" and size == _CASES[device][0][0]:
+                    with result.case(f"{case}, a pack"):
                         again = partial(_timed, step, _batch_part(size, device, 0), device)
-                        result.note(f"{case}, a pack", profiled(again, _PACKS, found["fresh"]["seconds"], device))
-                step = again = None  # type: ignore[assignment]  # their memory is the next one's
+                        result.note(f"{case}, a pack", profiled(again, _PACKS, device))
+            step = again = None  # type: ignore[assignment]  # their memory is the next one's
 
-            if len(rates) == 2:
-                what = f"{size} fresco over bare{', compiled' if compile else ''}, tokens a second"
-                result.note(what, rates["fresco"] / rates["bare"])
+            if side == "bare" and {(size, each, compile) for each in ("fresco", "bare")} <= rates.keys():
+                ratio = rates[size, "fresco", compile] / rates[size, "bare", compile]
+                result.note(f"{size} fresco over bare{', compiled' if compile else ''}, tokens a second", ratio)
+
+
+def case_of(size: str, side: str, compile: bool) -> str:
+    """The name of a case's result."""
+    return f"{size} {side}{'' if size in _STORED else ', activations again'}{', compiled' if compile else ''}"
 
 
 @contextmanager
 def _if_it_fits(result: Result, case: str) -> Iterator[None]:
-    """What a GPU's memory does not hold is noted so; what comes next is tried."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        result.note(case, {"error": str(error).partition(". ")[0]})
+    """What a GPU's memory does not hold is noted so, and is no fault of the part; what comes next is tried."""
+    with result.case(case):
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            result.note(case, {"error": str(error).partition(". ")[0]})
 
 
 def memory(result: Result, device: str) -> None:
@@ -123,9 +134,9 @@ def memory(result: Result, device: str) -> None:
         for size, checkpointing in _MEMORY[device]:
             config = config_of(size, device, checkpointing)
             case = f"{size}{', activations again' if checkpointing else ''}"
-            model = save_model(size, Path(folder), device)
             _clear(device)
             with _if_it_fits(result, case):
+                model = save_model(size, Path(folder), device)
                 step = _fresco(config, model, device)
                 for seed in range(2):
                     step(_batch_part(size, device, seed))
@@ -167,10 +178,8 @@ def _note_steps(result: Result, device: str, cases: Sequence[tuple[str, str, tup
                 continue
 
             _clear(device)
-            model = Path(folder) / size
-            if not model.exists():
-                save_model(size, Path(folder), device)
             with _if_it_fits(result, f"{size}, {name}"):
+                model = save_model(size, Path(folder), device)
                 result.note(f"{size}, {name}", _with_states(config, model, size, device) | _promised(own))
 
 
@@ -185,11 +194,11 @@ def _with_states(config: Config, model: Path, size: str, device: str) -> dict[st
         begin = time.perf_counter()
         for minibatch in trainer.minibatches(_batch_part(size, device, seed)):
             trainer.accumulate(minibatch)
-        _finished(device)
+        finished(device)
 
         summed = time.perf_counter()
         trainer.optimizer.step(seed)
-        _finished(device)
+        finished(device)
         found = {"gradients_s": summed - begin, "optimizer_s": time.perf_counter() - summed}
 
     torch.set_num_threads(threads)
@@ -203,7 +212,7 @@ def _promised(needs: list[Need]) -> dict[str, float]:
     return {f"promised_{need.where}_gib": (need.each - need.parts.get("CUDA", 0)) / 2**30 for need in needs}
 
 
-def _finished(device: str) -> None:
+def finished(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -265,7 +274,7 @@ def _fresco(config: Config, model: Path, device: str) -> Step:
 
 
 class _Bare(BareLoop):
-    """With the learner's head, which is the one that fits."""
+    """With the learner's head, which is the one that fits, and the learner's dtype between layers."""
 
     def __init__(self, config: Config, model: Path, device: str) -> None:
         with temporary_run(device=device, config=config, model_folder=model) as run:
@@ -273,6 +282,13 @@ class _Bare(BareLoop):
         self._chunk = logprob_chunk(config.learner.logprob_chunk, self.model.config.vocab_size, device)
         self._dtype = getattr(torch, config.model.dtype)
         self._compile = config.learner.compile
+
+        # Autocast would leave what the embedding and norms give in float32, which is twice as much to move as ours.
+        for module in self.model.modules():
+            if "Norm" in type(module).__name__:
+                module.to(self._dtype)
+        self.model.get_input_embeddings().register_forward_hook(lambda _module, _ids, states: states.to(self._dtype))
+
         if self._compile:
             compile_layers(self.model.get_decoder())
         if config.learner.activation_checkpointing:
@@ -298,28 +314,25 @@ def _bare(config: Config, model: Path, device: str) -> Step:
 
 
 def _measured(step: Step, size: str, device: str, *, repeated: bool) -> dict[str, Any]:
-    """repeated: also with the lengths of the first step again, which pays for all that is made once."""
+    """repeated: also each batch once more, as soon as its lengths are known. The first step pays for what is made
+    once."""
     shape = shape_of(size)
-    known = _batch_part(size, device, 0)
-    begin = time.perf_counter()
-    _timed(step, known, device)
-    found: dict[str, Any] = {"first_s": time.perf_counter() - begin}
-
-    rounds = 5 if device == "cuda" else 1
-    kinds = {"repeated": [known] * min(3, rounds)} if repeated else {}
-    kinds["fresh"] = [_batch_part(size, device, seed) for seed in range(1, rounds + 1)]
-    for kind, batch_parts in kinds.items():
-        rates = []
-        for batch_part in batch_parts:
+    found: dict[str, Any] = {"first_s": _timed(step, _batch_part(size, device, 0), device)}
+    kinds: dict[str, list[dict[str, float]]] = {kind: [] for kind in ("fresh", "repeated")[: 1 + repeated]}
+    for seed in range(1, 6 if device == "cuda" else 2):
+        batch_part = _batch_part(size, device, seed)
+        lengths, tokens = batch_part.lengths, sum(batch_part.lengths)
+        whole, computed = shape.flops(lengths, tokens), shape.flops(lengths, batch_part.loss_tokens)
+        for told in kinds.values():
             seconds = _timed(step, batch_part, device)
-            lengths, tokens = batch_part.lengths, sum(batch_part.lengths)
-            computed = shape.flops(lengths, batch_part.loss_tokens) / seconds
-            rates.append((tokens / seconds, shape.flops(lengths, tokens) / seconds / _PEAK, computed / _PEAK, seconds))
+            rates = {"mfu": whole / seconds / _PEAK, "mfu_computed": computed / seconds / _PEAK}
+            told.append({"tokens_per_s": tokens / seconds, **rates, "seconds": seconds})
 
-        names = ("tokens_per_s", "mfu", "mfu_computed", "seconds")
-        found[kind] = {
-            name: statistics.median(values) for name, values in zip(names, zip(*rates, strict=True), strict=True)
-        }
+    for kind, told in kinds.items():
+        found[kind] = {name: statistics.median(each[name] for each in told) for name in told[0]}
+    if repeated:  # of the same work, which differs between batches by a tenth
+        pairs = zip(kinds["fresh"], kinds["repeated"], strict=True)
+        found["fresh_over_repeated"] = statistics.median(new["seconds"] / again["seconds"] for new, again in pairs)
     if device == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         found["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
@@ -329,7 +342,7 @@ def _measured(step: Step, size: str, device: str, *, repeated: bool) -> dict[str
 def _timed(step: Step, batch_part: BatchPart, device: str) -> float:
     begin = time.perf_counter()
     step(batch_part)
-    _finished(device)
+    finished(device)
     return time.perf_counter() - begin
 
 

@@ -35,7 +35,9 @@ def shape_of(size: str) -> ModelShape:
 
 
 def save_model(size: str, folder: Path, device: str, *, tied: bool | None = None) -> Path:
-    """A new random model in bfloat16, made where that is fast; `tied` None: as the size has it."""
+    """A random model in bfloat16, new unless it is there, made where that is fast; `tied` None: as the size has it."""
+    if (folder / size).exists():
+        return folder / size
     tied = size not in _OWN_HEAD if tied is None else tied
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

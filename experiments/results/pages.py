@@ -158,7 +158,7 @@ def told_anew(row: Row, before: str) -> tuple[str, str, str]:
     try:
         return earlier, *told(row)
     except ValueError:
-        if not lacks and "machine" in found:  # without it whoever measured was ended
+        if not lacks and "seconds" in found:  # without them whoever measured was ended
             raise
         return earlier, UNRUN, ""
 

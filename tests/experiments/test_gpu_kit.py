@@ -6,10 +6,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import tomllib
 import zipfile
@@ -19,11 +21,12 @@ from typing import Any
 import psutil
 import pytest
 
+from experiments.bench._processes import watched
 from experiments.compare.job import Row
 from experiments.gpu import __main__ as kit
-from experiments.gpu import bundle, compare, kernels, part
+from experiments.gpu import bundle, compare, kernels, part, runs
 
-OURS = f"{__name__}:"
+OURS = "tests.experiments.kit_parts:"
 
 
 def told(out: Path, name: str) -> dict[str, Any]:
@@ -33,16 +36,16 @@ def told(out: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.docs
 def test_the_fast_parts_on_a_cpu(tmp_path: Path) -> None:
-    parts = ["learner", "memory", "states", "kinds", "one_gpu"]
+    parts = ["learner", "memory", "states", "kinds", "one_gpu", "start"]
     assert kit.main([*parts, "--device", "cpu", "--minutes", "8", "--out", str(tmp_path)]) == 0
 
     case = told(tmp_path, "learner")
     for name, kinds in (("fresco", ("repeated", "fresh")), ("bare", ("fresh",))):
         found = case[f"tiny {name}, activations again"]
         assert all(found[kind]["tokens_per_s"] > 0 and found[kind]["mfu"] > 0 for kind in kinds)
-        pack = case[f"tiny {name}, activations again, a pack"]
-        assert sum(pack["shares"].values()) == pytest.approx(1) and pack["shares"]["matrix products"] > 0
-        assert pack["wall_s"] > 0 and pack["busy_s"] > 0
+    pack = case["tiny fresco, activations again, a pack"]
+    assert sum(pack["shares"].values()) == pytest.approx(1) and pack["shares"]["matrix products"] > 0
+    assert pack["wall_s"] > 0 and pack["busy_s"] > 0
     ours, bare = (case[f"tiny {name}, activations again"]["fresh"]["tokens_per_s"] for name in ("fresco", "bare"))
     assert case["tiny fresco over bare, tokens a second"] == pytest.approx(ours / bare)
     assert (
@@ -59,10 +62,11 @@ def test_the_fast_parts_on_a_cpu(tmp_path: Path) -> None:
         assert models[name]["gradients_s"] > 0 and models[name]["optimizer_s"] > 0
     assert models["tiny, LoRA"]["promised_host_gib"] < models["tiny, in full"]["promised_host_gib"]
     assert told(tmp_path, "memory")["unrun"] == "torch does not count the bytes of a CPU"
+    assert told(tmp_path, "start")["cpu, first"]["marks_s"]["first update"] > 0
     turns = told(tmp_path, "one_gpu")
-    assert turns["alternate: exit_code"] == 0 and turns["alternate: seconds"] > 0
-    assert turns["alternate: summary"]["steps"] == 1 and not any(key.startswith("shared") for key in turns)
-    (trained,) = (row for row in turns["alternate: metrics"] if "time/train" in row)
+    assert turns["alternate, tiny: exit_code"] == 0 and turns["alternate, tiny: seconds"] > 0
+    assert turns["alternate, tiny: summary"]["steps"] == 1 and not any(key.startswith("shared") for key in turns)
+    (trained,) = (row for row in turns["alternate, tiny: metrics"] if "time/train" in row)
     assert trained["time/take_device"] > 0 and trained["time/give_device"] > 0
     assert all((tmp_path / f"{name}.log").exists() for name in parts)
 
@@ -129,22 +133,11 @@ def test_trl_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]
 
 
-def slow(result: part.Result, device: str) -> None:
-    """Notes something, and goes on for ever, as does what it has begun."""
-    child = subprocess.Popen(["sleep", "1000"])
-    result.note("child", child.pid)
-    time.sleep(1000)
-
-
-def broken(result: part.Result, device: str) -> None:
-    result.note("first", 1)
-    raise RuntimeError(device)
-
-
 @pytest.fixture
 def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts above; the kit's child, too, knows them."""
-    parts = {"slow": (f"{OURS}slow", 15), "broken": (f"{OURS}broken", 60), "last": (f"{OURS}broken", 60)}
+    limits = {"slow": 15, "broken": 60, "half_broken": 60}
+    parts = {name: (f"{OURS}{name}", limit) for name, limit in limits.items()}
     monkeypatch.setattr(kit, "PARTS", parts)
     monkeypatch.setattr(kit, "_CHILD", f"from experiments.gpu import part; part.PARTS = {parts}; {kit._CHILD}")
 
@@ -165,8 +158,84 @@ def test_a_part_that_is_ended_keeps_what_it_noted(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("own_parts")
 def test_a_part_for_which_no_time_is_left_is_unrun(tmp_path: Path) -> None:
-    assert kit.main(["last", "--device", "cpu", "--minutes", "0.01", "--out", str(tmp_path)]) == 0
-    assert told(tmp_path, "last")["unrun"] == "no time was left for it"
+    assert kit.main(["broken", "--device", "cpu", "--minutes", "0.01", "--out", str(tmp_path)]) == 0
+    assert told(tmp_path, "broken")["unrun"] == "no time was left for it"
+
+
+@pytest.mark.usefixtures("own_parts")
+def test_a_case_that_fails_leaves_those_behind_it(tmp_path: Path) -> None:
+    assert kit.main(["half_broken", "--device", "cpu", "--minutes", "1", "--out", str(tmp_path)]) == 1
+    found = told(tmp_path, "half_broken")
+    assert found["first"] == {"error": "RuntimeError: cpu"} and found["third"] == 3
+    assert found["second"] == {"error": "SystemExit: it ended too soon"}
+    assert "in half_broken" in (tmp_path / "half_broken.log").read_text()
+
+
+def test_a_case_does_not_keep_a_part_that_is_told_to_end(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit), part.Result(tmp_path / "a.json").case("a"):
+        sys.exit(143)
+    assert not (tmp_path / "a.json").exists()
+
+
+def test_who_kills_the_kit_finds_what_was_noted_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def noted(name: str, limit_s: float, file: Path, device: str) -> dict[str, Any]:
+        part.Result(file).note("first", 1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kit, "_carried_out", noted)
+    with pytest.raises(KeyboardInterrupt):
+        kit.run_part("tests", 60, tmp_path, "cpu")
+    found = told(tmp_path, "tests")
+    assert found["machine"] and found["date"] and found["commit"] and found["first"] == 1 and "seconds" not in found
+    assert [each.name for each in tmp_path.iterdir()] == ["tests.json"]
+
+
+RUN = """
+import signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+(folder,) = (word[5:] for word in sys.argv if word.startswith("runs="))
+(Path(folder) / "run" / "logs").mkdir(parents=True)
+(Path(folder) / "run" / "logs" / "learner-0.0.log").write_text("it hangs in a kernel")
+(Path(folder) / "run" / "metrics.jsonl").write_text('{"step": 1, "time/step": 2, "other": 3}\\n{"step": 2, "ti')
+print("ready", flush=True)
+time.sleep(1000)
+"""
+"""A run that does not end when it is told to, with a row that is half written."""
+
+
+def test_a_run_that_is_ended_leaves_its_metrics_and_says_where_it_hung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def limit() -> None:
+        while "ready" not in capfd.readouterr().out:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(runs, "_FRESCO", [sys.executable, "-c", RUN])
+    monkeypatch.setattr(runs, "_TIDY_S", 0.5)
+    handler = signal.getsignal(signal.SIGTERM)
+    threading.Thread(target=limit).start()
+    try:
+        with pytest.raises(SystemExit):
+            runs._run(part.Result(tmp_path / "a.json"), ["math_cpu"])
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+    found = told(tmp_path, "a")
+    assert found["metrics"] == [{"step": 1, "time/step": 2}] and found["exit_code"] == -signal.SIGKILL
+    assert "learner-0.0.log:\nit hangs in a kernel" in capfd.readouterr().out
+
+
+def test_a_command_that_is_left_says_what_it_said_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "generator-0.0.log").write_text("it waits for a GPU")
+    command = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(1000)"]
+    with pytest.raises(KeyboardInterrupt), watched(command, tmp_path / "output") as watch:
+        watch.until(lambda: "begun" in (tmp_path / "output").read_text(), 60, 0.05)
+        raise KeyboardInterrupt
+    assert "output:\nbegun" in (said := capsys.readouterr().out)
+    assert "generator-0.0.log:\nit waits for a GPU" in said
 
 
 @pytest.mark.parametrize("arguments", [["nope"], ["--minutes", "0"], ["--device", "tpu"]])
@@ -220,11 +289,13 @@ def test_a_bundle_unpacks_itself_and_measures(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         bundle.archive(tmp_path / f"{name}.tar.xz", {"own": tmp_path / name})
     (tmp_path / "go.sh").write_text(bundle._GO)
-    stand_in = f'#!/bin/sh\n[ "$2" != tarfile ] || exec {sys.executable} "$@"\necho "$PWD $PYTHONPATH $*"\n'
+    stand_in = f'#!/bin/sh\n[ "$2" = experiments.gpu ] || exec {sys.executable} "$@"\necho "$PWD $PYTHONPATH $*"\n'
     (tmp_path / "python3").write_text(stand_in)
     (tmp_path / "python3").chmod(0o755)
     with tarfile.open(tmp_path / "fresco.tar.xz") as file:
         assert {"experiments/gpu/__main__.py", "tests/rl/learner/test_gpu.py"} <= set(file.getnames())
+        (carried,) = (file.extractfile(each) for each in file if each.name == part.COMMIT.name)
+        assert carried is not None and carried.read().decode() == part.commit() != ""
 
     trl = tmp_path / "bundle-trl"
     trl.mkdir()
@@ -242,6 +313,10 @@ def test_a_bundle_unpacks_itself_and_measures(tmp_path: Path) -> None:
         for name in ("fresco", "site", "cache"):
             (tmp_path / f"{name}.tar.xz").unlink(missing_ok=True)
     assert (kit_folder / "trl" / "trl").exists() and (kit_folder / "cache" / "model").exists()
+    until = time.monotonic() + 60
+    while not list((kit_folder / "fresco" / "experiments").glob("__pycache__/*.pyc")):
+        assert time.monotonic() < until, "what is unpacked is compiled behind the measuring"
+        time.sleep(0.1)
 
 
 def test_nothing_that_fresco_imports_is_left_behind() -> None:

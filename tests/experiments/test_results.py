@@ -117,6 +117,7 @@ def test_what_was_not_measured_since_is_unrun_beside_the_earlier_figure(folder: 
     (folder / "ended.json").write_text(json.dumps(CONTENT | {"ended_after_s": 3}))
     (folder / "error.json").write_text(json.dumps(CONTENT | {"4b": {"error": "out of memory"}}))
     (folder / "b.json").write_text(json.dumps(CONTENT | {"unrun": "no GPU"}))
+    (folder / "killed.json").write_text('{"machine": "m", "date": "d"}')  # which says no seconds
     rows = [
         row(figure="{seconds[0]}", before="{seconds[1]:.0f}"),
         row(figure="{seconds[0]}", file="missing.json"),
@@ -125,6 +126,7 @@ def test_what_was_not_measured_since_is_unrun_beside_the_earlier_figure(folder: 
         row(figure="{whole[4b][mfu]}", file="error.json"),
         row(figure="{whole[peak][ratio]}", file="unseen.json"),
         row(figure="{whole[rows][0][final]}", file="ended.json"),
+        row(figure="{later}", file="killed.json"),
     ]
     made = page(Measured("", [Section("s", rows, before="a.json")]))
     assert "| what | 2026-11-26 | now |\n|---|---|---|\n" in made
@@ -136,6 +138,7 @@ def test_what_was_not_measured_since_is_unrun_beside_the_earlier_figure(folder: 
         "2 | unrun",
         *["– | unrun"] * 3,
         f"– | [0.78{link}ended.json)",
+        "– | unrun",
     ]
 
     with pytest.raises(ValueError, match="mend its figure"):  # a part that came to its end has every figure

@@ -25,9 +25,9 @@ from rollout.generator.engines.environment import kv_cache_bytes, least_cache
 _MASTER = 4  # bytes of a parameter, of its gradient and of each of Adam's two moments: float32
 _BATCHED_TOKENS = 8192  # of one engine step, at least (`vllm_settings`)
 _MARGIN = 1.05  # an estimate of a learner's peak beside its peak
-_CONTEXT = 600 * MIB  # CUDA's own, of one process on a GPU
-_ASLEEP = 1536 * MIB  # of an engine that sleeps, CUDA's own with it; not measured
-_STARTING = 768 * MIB  # a driver's own, and CUDA's of vLLM, which then asks that all of its share is free; likewise
+CONTEXT = 600 * MIB  # CUDA's own, of one process on a GPU
+ASLEEP = 1536 * MIB  # of an engine that sleeps, CUDA's own with it; not measured
+STARTING = 768 * MIB  # a driver's own, and CUDA's of vLLM, which then asks that all of its share is free; likewise
 _GRAPHS = 512 * MIB  # of CUDA graphs, beside a cache whose bytes vLLM is told; likewise
 _LOCKED = 1.5  # what torch takes of the host for a byte in locked pages: it rounds each tensor up to a power of two
 _SHARE = "share of a GPU"
@@ -104,7 +104,7 @@ def estimate(
         on_host = {} if device == "cuda" else loads
         needs.append(Need("teacher", "host", 1, {"process": _AT_REST["teacher"]} | on_host, "algo.teacher"))
         if loads and device == "cuda":
-            needs.append(Need("teacher's GPU", "gpu", 1, loads | {"CUDA": _CONTEXT}, "algo.teacher"))
+            needs.append(Need("teacher's GPU", "gpu", 1, loads | {"CUDA": CONTEXT}, "algo.teacher"))
 
     engine_at_rest = {"process": _AT_REST[config.generator.engine]}
     learner_at_rest = {"process": _AT_REST[config.learner.kind]}
@@ -242,7 +242,7 @@ def _engine_gpu(config: Config, model: ModelShape) -> Need:
     step = tokens * _bytes(generator.dtype) * 3 * (model.active // generator.tensor_parallel + model.hidden)
     parts = _engine(config, model, "cuda") | {
         "largest step": step + 3 * 4 * generator.max_num_seqs * model.vocabulary,
-        "CUDA": _CONTEXT + (0 if options.enforce_eager else _GRAPHS),
+        "CUDA": CONTEXT + (0 if options.enforce_eager else _GRAPHS),
     }
     # vLLM sizes its cache by this share, unless it is told the bytes.
     share = 1.0 if options.kv_cache_bytes else options.gpu_memory_utilization
@@ -254,7 +254,7 @@ def _on_gpus(config: Config, model: ModelShape, machine: Machine) -> list[Need]:
     """The needs of an engine's GPU and of a learner's, or of their shares of one."""
     learner, engine = [], []
     if learner_computes(config):
-        parts = _learner(config, model, "cuda") | _device_slots(config, model) | {"CUDA": _CONTEXT}
+        parts = _learner(config, model, "cuda") | _device_slots(config, model) | {"CUDA": CONTEXT}
         learner = [Need("learner's GPU", "gpu", config.learner.ranks, parts, _cure(config, parts))]
     if config.generator.engine == "vllm" and not config.supervised:
         engine = [_engine_gpu(config, model)]
@@ -264,7 +264,7 @@ def _on_gpus(config: Config, model: ModelShape, machine: Machine) -> list[Need]:
     if gpu is not None and shares_gpus(config, len(machine.gpus)) and config.alternates:
         learner, engine = _turns(config, model, learner[0], engine[0], gpu, given)
     elif gpu is not None and shares_gpus(config, len(machine.gpus)):
-        rest = 1 - (_MARGIN * learner[0].each + _STARTING) / gpu
+        rest = 1 - (_MARGIN * learner[0].each + STARTING) / gpu
         share = max(0.0, math.floor(rest * 1000) / 1000 if given is None else float(given))
         learner = [replace(learner[0], what=f"learner's {_SHARE}", share=1 - share, beside="an engine")]
         engine = [
@@ -280,8 +280,8 @@ def _turns(
 
     Raises ConfigError where that is more.
     """
-    resting = _CONTEXT + _STARTING + (0 if _moved(config, model) else learner.parts["weights"])
-    asleep = _ASLEEP + engine.parts["token table"]
+    resting = CONTEXT + STARTING + (0 if _moved(config, model) else learner.parts["weights"])
+    asleep = ASLEEP + engine.parts["token table"]
 
     most = math.floor((1 - _MARGIN * resting / gpu) * 1000) / 1000
     if given is not None and given > most:

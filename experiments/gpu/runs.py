@@ -20,7 +20,7 @@ from experiments.bench.start import one_start
 from experiments.gpu.part import Result, Unrun, need_vllm
 from launch.gpus import visible_gpus
 from launch.machine import this_machine
-from launch.memory import _ASLEEP, _CONTEXT, _STARTING, Need, estimate, shape_of
+from launch.memory import ASLEEP, CONTEXT, STARTING, Need, estimate, shape_of
 from launch.prepare import prepare
 from rl.config.recipes import find_recipe
 from rl.config.schema import load_config
@@ -203,7 +203,7 @@ def _promised(needs: list[Need], turns: bool) -> int:
     """Bytes of an engine and a learner on one GPU: of both, or of the turn that takes more, beside what the other side
     keeps at rest."""
     learner, engine = (sum(need.each for need in needs if who in need.what) for who in ("learner", "engine"))
-    return max(learner + _ASLEEP, engine + _CONTEXT + _STARTING) if turns else learner + engine
+    return max(learner + ASLEEP, engine + CONTEXT + STARTING) if turns else learner + engine
 
 
 class _PeakMemory:

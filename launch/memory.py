@@ -189,6 +189,7 @@ def check_context(config: Config, device: str, model: ModelShape) -> None:
         return
     cache = kv_cache_bytes(config.generator, device)
     least = least_cache(config.generator, device) * model.kv_bytes(_bytes(config.generator.dtype))
+    least *= max(1, split // model.kv_heads)  # each device has a head at least
     if cache is not None and cache < least:
         raise ConfigError(
             f"generator.options.kv_cache_bytes={cache}: one context of generator.max_model_len="

@@ -242,11 +242,11 @@ class Base:
         return self._policy.device
 
     def export(self, *, untie: bool = True) -> Iterator[Exported]:
-        """Its parts, without a copy: the model without adapters, and those that it began with."""
+        """Its parts, where the policy is just now: the model without adapters, and those that it began with."""
         with lora.switched_off(self._policy.model):
             parts = list(self._policy.export(untie=untie))
         begun = zip(self._policy.adapters(), self._begun, strict=False)  # none, or all of them
-        return iter([*parts, *(each._replace(tensor=rows) for each, rows in begun)])
+        return iter([*parts, *(each._replace(tensor=rows.to(self.device)) for each, rows in begun)])
 
     def __call__(self, pack: Pack, *, temperature: float = 1.0, entropy_gradient: bool = False) -> PolicyOutput:
         """See `rl.models.protocol`; without a gradient."""

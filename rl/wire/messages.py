@@ -521,7 +521,7 @@ class WeightStatus(Struct, frozen=True, tag="weight_status"):
     probe_logp: list[float] = []  # log-probabilities of probe_ids[1:] under the loaded weights
     seconds: dict[str, float] = {}
     """Of the last load's phases. While generation goes on: `wait` for a version, and `copy`, which proves it. `pause`
-    holds `drain`, until steps that had begun have ended, and `load` into the model."""
+    holds `drain`, until what `generator.on_update` waits for has ended, and `load` into the model."""
     loading: bool = False  # a load is under way, or the way to rest: `version` is what the engine had before
     resting: bool = False  # the engine has left the device
     error: str = ""

@@ -226,7 +226,10 @@ def read_run(folder: Path) -> tuple[Config, Measured]:
         train_s=_mean(steps, "time/train"),
         ranks=config.learner.ranks,
         publish_s=_mean(steps, "time/publish"),
-        load_s=_mean(steps, "weight_sync/pause_mean_s") - _mean(steps, "weight_sync/drain_mean_s"),
+        load_s=max(
+            _mean(steps, "weight_sync/pause_mean_s") - _mean(steps, "weight_sync/drain_mean_s"),
+            _mean(steps, "weight_sync/load_mean_s"),  # an engine may tell this alone
+        ),
         decode_base_s=base_s,
         decode_per_seq_s=per_seq_s,
         tasks=100_000,

@@ -531,11 +531,15 @@ def test_engine_and_model_must_agree(override: str, told: str) -> None:
         check_context(config, "cuda", ModelShape.of(SEVEN_B))
 
 
-@pytest.mark.parametrize(("device", "blocks"), [("cpu", 32 * 33), ("cuda", 16 * 65)])
-def test_a_cache_has_a_block_more_than_a_context(device: str, blocks: int) -> None:
-    """One stays empty: vLLM refuses a cache of one context alone, when the run has begun."""
+@pytest.mark.parametrize(
+    ("device", "blocks", "ranks"),
+    [("cpu", 32 * 33, 1), ("cuda", 16 * 65, 1), ("cuda", 16 * 65, 4), ("cuda", 32 * 65, 8)],
+)
+def test_a_cache_has_a_block_more_than_a_context(device: str, blocks: int, ranks: int) -> None:
+    """One stays empty: vLLM refuses a cache of one context alone, when the run has begun. Of four heads each of eight
+    ranks has one."""
     token = 2 * 28 * 4 * 128 * 2
-    sizes = {"generator.max_model_len": 1024, "sampling.max_tokens": 512}
+    sizes = {"generator.max_model_len": 1024, "sampling.max_tokens": 512, "generator.tensor_parallel": ranks}
     for cache, fits in ((blocks * token, True), (blocks * token - 1, False)):
         overrides = [f"{name}={size}" for name, size in (sizes | {"generator.options.kv_cache_bytes": cache}).items()]
         config = load_config(EXPERIMENTS / "alfworld_8gpu.yaml", overrides)

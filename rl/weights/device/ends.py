@@ -213,10 +213,9 @@ class DeviceReceiver(Receiver):
         until = time.monotonic() + deadline_s
         why = ""  # since it last came further
         while True:
-            left_s = max(0.0, until - time.monotonic())
             try:
-                self._line = self._line or self.line(self.run, self.name, self.incarnation, self.device, left_s)
-                self._version = self._line.receive(at_least, left_s, self._advance)
+                self._line = self._line or self.line(self.run, self.name, self.incarnation, self.device, _until(until))
+                self._version = self._line.receive(at_least, _until(until), self._advance)
                 return self._version, self._line.tensors()
 
             except (RuntimeError, OSError, ValueError) as error:  # the line broke, or the learner is away
@@ -254,6 +253,10 @@ class DeviceReceiver(Receiver):
 
     def _advance(self, count: int) -> None:
         self.progress += count
+
+
+def _until(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 class _Over(Exception):

@@ -21,7 +21,7 @@ VLLM_SERIES = "0.32"
 
 _CPU_CACHE = 64 << 20
 _BLOCK = {"cpu": 32, "cuda": 16}
-"""Tokens of one KV block, by device: vLLM's own."""
+"""Tokens of one KV block, by device: vLLM's default, which some kernels change."""
 HOW_TO_BEGIN = "VLLM_WORKER_MULTIPROC_METHOD"
 """vLLM's variable: its processes begin anew (`spawn`) or as copies of the one that starts them (`fork`)."""
 

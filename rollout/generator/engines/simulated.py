@@ -159,6 +159,7 @@ class SimulatedEngine:
             await asyncio.sleep(min(left_s, _LONGEST_TICK_S))
             self._loaded += 1
 
+        done = time.monotonic()
         return WeightStatus(
             self._context.index,
             self._context.incarnation,
@@ -170,8 +171,8 @@ class SimulatedEngine:
                 "wait": taken - begin,
                 "copy": copied - taken,
                 "drain": paused - copied,
-                "pause": time.monotonic() - copied,
-                "load": time.monotonic() - paused,
+                "pause": done - copied,
+                "load": done - paused,
             },
         )
 

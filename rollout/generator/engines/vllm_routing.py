@@ -2,7 +2,7 @@
 
 vLLM gives it as many blocks as its KV cache has. An aborted request's blocks of the cache go to other requests at once,
 and those of the store not before the steps that had begun have ended. With a full cache the store then has no room for
-the others, and vLLM ends its engine. The store's memory is taken as it fills.
+the others, and vLLM ends its engine. In the long run the store fills: 384 bytes a token at Qwen3-30B-A3B, twice.
 """
 
 from __future__ import annotations

@@ -27,8 +27,6 @@ time/publish: 0.01
 rollout/length: 40.0
 rollout/turns: 2.0
 rollout/generate_s: 0.3
-weight_sync/pause_mean_s: 0.05
-weight_sync/drain_mean_s: 0.02
 """
 KNOWN_TIMES = """
 rollout.alpha=0
@@ -84,12 +82,15 @@ def test_the_plot_marks_the_choice_redundancy_and_the_bound(config: Config) -> N
     assert np.asarray(bound.get_ydata())[place] > 0.9 * chosen.result.useful_tokens_per_s
 
 
-def test_a_finished_run_is_fitted(tmp_path: Path, config: Config) -> None:
+@pytest.mark.parametrize("phases", [{"pause": 0.05, "drain": 0.02, "load": 0.02}, {"load": 0.03}])
+def test_a_finished_run_is_fitted(tmp_path: Path, config: Config, phases: dict[str, float]) -> None:
+    """phases: seconds of an update, of which an engine may tell the load alone."""
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     rows = []
     for step in range(1, 9):
         row: dict[str, float] = yaml.safe_load(MEASURED_ROW)
         row |= {"step": step, "rollout/env_s": 0.1 + 0.01 * (-1) ** step}
+        row |= {f"weight_sync/{phase}_mean_s": seconds for phase, seconds in phases.items()}
         for generator in range(2):  # 100 tokens a second in a busy second
             row |= {f"generator.{generator}/tokens": 100.0 * step, f"generator.{generator}/busy_s": 1.0 * step}
         rows.append(json.dumps(row))

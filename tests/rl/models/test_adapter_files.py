@@ -16,6 +16,7 @@ from launch.prepare import check_model_is_trainable
 from rl.config.lora import LoraOptions
 from rl.config.schema import ConfigError, load_config
 from rl.learner.trainer import Trainer
+from rl.models.loading import copied
 from rl.models.packing import sequence_pack
 from rl.models.policy import Base, Policy
 from rl.models.protocol import ModelOptions
@@ -105,6 +106,9 @@ def test_the_reference_is_what_it_began_as(tmp_path: Path) -> None:
         assert begun and all(torch.equal(found[name], tensor) for name, tensor in begun.items())
         own = {each.data_ptr() for each in trainer.policy.parameters()}
         assert {tensor.data_ptr() for name, tensor in found.items() if name not in begun} <= own
+
+        copied(trainer.policy, "meta")  # as to the device, where the learner has its turn
+        assert {tensor.device.type for _, tensor, _ in trainer.reference.export(untie=False)} == {"meta"}
 
 
 def _config(**changes: Any) -> Any:

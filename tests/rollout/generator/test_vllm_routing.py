@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 STORES = """
 from vllm.distributed.aux_output_connector.store import BlockObject, BlockObjectStore
 

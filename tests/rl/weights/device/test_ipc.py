@@ -200,7 +200,7 @@ def test_the_memory_of_a_learner_that_dies_may_go_before_its_lock(
     monkeypatch.setattr(ipc, "map_block", die)
     monkeypatch.setattr(ipc, "_DYING_S", 60)
     with pytest.raises(WaitExpired, match=r"0.0 or newer: cudaIpcOpenMemHandle: invalid argument"):
-        receiver.take(Version(0, 0), 1)
+        receiver.take(Version(0, 0), 5)
 
     successor = Other(lead, str(run.folder), 5)
     assert receiver.take(Version(0, 5), 60)[0] == Version(0, 5)

@@ -361,6 +361,7 @@ def _learner(config: Config, model: ModelShape, device: str) -> dict[str, int]:
     together = learner.context_parallel
     number = _bytes(config.model.dtype)
     lora = lora_options(config.model)
+
     on_host = learner.optimizer_states == "host"
     weight = number if on_host else _MASTER  # of a whole model; those of adapters are float32
     reduced = _bytes(learner.reduce_dtype)

@@ -47,6 +47,7 @@ _LEFT_OUT = {
     "weight_sync/bytes",
     "weight_sync/count",
     "weight_sync/copy_mean_s",
+    "weight_sync/drain_mean_s",
     "weight_sync/wait_mean_s",
     "eval/version_min",
     "eval/version_max",

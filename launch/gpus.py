@@ -10,6 +10,8 @@ from pathlib import Path
 
 from rl.config.schema import ConfigError
 
+_ANSWER_S = 60.0
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -22,12 +24,18 @@ class Gpu:
 
 
 def visible_gpus() -> list[Gpu]:
-    """The GPUs that this process may use; none without a driver. Raises ConfigError where CUDA_VISIBLE_DEVICES names a
-    GPU that is not there."""
+    """The GPUs that this process may use; none without a driver.
+
+    Raises ConfigError where CUDA_VISIBLE_DEVICES names a GPU that is not there, or the driver does not answer.
+    """
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,pci.bus_id", "--format=csv,noheader,nounits"]
-    listed = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=_ANSWER_S)
+    except subprocess.TimeoutExpired:
+        why = "a driver that no process uses begins anew each time; sudo nvidia-smi -pm 1 keeps it"
+        raise ConfigError(f"nvidia-smi has not answered for {_ANSWER_S:g} s: {why}") from None
     rows = [line.split(", ") for line in listed.stdout.splitlines()] if listed.returncode == 0 else []
     present = [(uuid, Gpu(index, int(mebibytes) << 20, _numa_node(bus))) for index, uuid, mebibytes, bus in rows]
 

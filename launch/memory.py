@@ -26,6 +26,7 @@ _MASTER = 4  # bytes of a parameter, of its gradient and of each of Adam's two m
 _BATCHED_TOKENS = 8192  # of one engine step, at least (`vllm_settings`)
 _MARGIN = 1.05  # an estimate of a learner's peak beside its peak
 CONTEXT = 600 * MIB  # CUDA's own, of one process on a GPU
+_EXCHANGES = 1024 * MIB  # NCCL's own, of a rank beside others; not measured
 ASLEEP = 1536 * MIB  # of an engine that sleeps, CUDA's own with it; not measured
 STARTING = 768 * MIB  # a driver's own, and CUDA's of vLLM, which then asks that all of its share is free; likewise
 _GRAPHS = 512 * MIB  # of CUDA graphs, beside a cache whose bytes vLLM is told; likewise
@@ -255,7 +256,8 @@ def _on_gpus(config: Config, model: ModelShape, machine: Machine) -> list[Need]:
     """The needs of an engine's GPU and of a learner's, or of their shares of one."""
     learner, engine = [], []
     if learner_computes(config):
-        parts = _learner(config, model, "cuda") | _device_slots(config, model) | {"CUDA": CONTEXT}
+        own = CONTEXT + (_EXCHANGES if config.learner.ranks > 1 else 0)
+        parts = _learner(config, model, "cuda") | _device_slots(config, model) | {"CUDA": own}
         learner = [Need("learner's GPU", "gpu", config.learner.ranks, parts, _cure(config, parts))]
     if config.generator.engine == "vllm" and not config.supervised:
         engine = [_engine_gpu(config, model)]
@@ -367,10 +369,11 @@ def _learner(config: Config, model: ModelShape, device: str) -> dict[str, int]:
     reduced = _bytes(learner.reduce_dtype)
     gradient = number if on_host and reduced < _MASTER else _MASTER
     adapters, whole = _moving(config, model)
-    critic = model.trained * (config.algo.critic is not None)
-    still = model.trained * number if lora else 0
+    held = _as_held(config, model)
+    critic = held * (config.algo.critic is not None)
+    still = held * number if lora else 0
     if config.algo.kl.coef and not (lora and config.algo.kl.reference == "start"):
-        still += model.trained * weight
+        still += held * weight
 
     in_batch = config.batch_size * config.generator.max_model_len * together // learner.ranks
     tokens = min(max(learner.pack_tokens(device), config.generator.max_model_len), max(in_batch, 1))
@@ -403,13 +406,13 @@ def _learner(config: Config, model: ModelShape, device: str) -> dict[str, int]:
 def _gathered(config: Config, model: ModelShape) -> int:
     """The bytes that a forward and its backward compute with, where these are copies of what is trained.
 
-    FSDP gathers the root and two layers at a time. A rank that is alone casts them; without recomputation it keeps what
-    it has cast. What stands in the dtype of the forward already is computed with as it is: behind adapters, and beside
-    weights on the host.
+    FSDP gathers the root and two layers at a time, and receives a third one before it is taken apart. A rank that is
+    alone casts them; without recomputation it keeps what it has cast. What stands in the dtype of the forward already
+    is computed with as it is: behind adapters, and beside weights on the host.
     """
     learner = config.learner
     number = _bytes(config.model.dtype)
-    layers = min(2, model.layers)
+    layers = min(3 if learner.ranks > 1 else 2, model.layers)
     if learner.ranks == 1:
         adapters = lora_options(config.model) is not None and config.algo.critic is None
         compared = config.algo.kl.coef and config.algo.kl.reference != "start"  # with a whole model, without gradients
@@ -423,8 +426,19 @@ def _gathered(config: Config, model: ModelShape) -> int:
 def _moving(config: Config, model: ModelShape) -> tuple[int, int]:
     """Parameters that are trained: of adapters, and of whole models."""
     lora = lora_options(config.model)
-    critic = model.trained * (config.algo.critic is not None)
-    return (model.adapters(lora.rank, lora.named), critic) if lora else (0, model.trained + critic)
+    held = _as_held(config, model)
+    critic = held * (config.algo.critic is not None)
+    return (model.adapters(lora.rank, lora.named), critic) if lora else (0, held + critic)
+
+
+def _as_held(config: Config, model: ModelShape) -> int:
+    """Parameters of a model, as if each rank had as many as the one that has most.
+
+    FSDP divides experts by whole ones: of 128, six of seven ranks have 19.
+    """
+    shards = config.learner.ranks // config.learner.copies
+    more = -(-model.count // shards) * shards - model.count
+    return model.trained + (model.layers * model.experts * more // model.count if model.count else 0)
 
 
 def _states(config: Config, model: ModelShape) -> dict[str, int]:

@@ -170,6 +170,7 @@ def _environment(gpus: tuple[str, ...], threads: int) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve the other processes of a small machine
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        **({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if gpus else {}),  # the driver's numbers, which the plan is made of
     }
 
 

@@ -434,12 +434,28 @@ def test_the_recipes_for_eight_gpus_fit(recipe: str, told: dict[str, int]) -> No
     model = ModelShape.of(told)
     check_context(config, "cuda", model)
     needs = estimate(config, "cuda", model)
-    check_memory(needs, machine(host=512, gpu=80))
+    check_memory(needs, machine(host=1000 if recipe == "math_30b_a3b" else 512, gpu=80))
 
     with pytest.raises(ConfigError, match="learner's GPU"):
         check_memory([need for need in needs if need.what == "learner's GPU"], machine(host=512, gpu=24))
     with pytest.raises(ConfigError, match=r"needs about .* GiB of memory and this machine has 16.0 GiB"):
         check_memory(needs, machine(host=16, gpu=80))
+
+
+def test_a_rank_may_have_more_experts_than_others() -> None:
+    """Of 128 six of seven ranks have 19: FSDP divides by whole ones. With all states that is more than a GPU has."""
+    options = ["learner.optimizer_states=device", "model.path=anything"]
+    config = load_config(EXPERIMENTS / "math_30b_a3b_8gpu.yaml", options)
+    model = ModelShape.of(THIRTY_B_A3B)
+    (learner,) = (need for need in estimate(config, "cuda", model) if need.what == "learner's GPU")
+    experts = 48 * model.experts
+    assert learner.parts["optimizer"] == pytest.approx(
+        8 * ((model.trained - experts) / 7 + experts * 19 / 128), rel=1e-6
+    )
+    with pytest.raises(
+        ConfigError, match=r"7 × learner's GPU: 79.4 GiB each.* see learner.ranks, learner.optimizer_states"
+    ):
+        check_memory([learner], machine(host=512, gpu=79))
 
 
 def test_what_is_trained_whole_does_not_fit_where_adapters_do() -> None:
@@ -489,7 +505,7 @@ def test_what_is_too_long_for_a_rank_is_refused_with_the_number_and_fits_several
     model = ModelShape.of(LLAMA_8B)
     check_memory(estimate(load_config(EXPERIMENTS / "swe_32k_8gpu.yaml", long), "cuda", model), machine(1024, 80))
     alone = load_config(EXPERIMENTS / "swe_32k_8gpu.yaml", [*long, "learner.context_parallel=1"])
-    with pytest.raises(ConfigError, match=r"^learner.context_parallel: 4 × learner's GPU: 107.\d GiB each.*80.0 GiB"):
+    with pytest.raises(ConfigError, match=r"^learner.context_parallel: 4 × learner's GPU: 109.\d GiB each.*80.0 GiB"):
         check_memory(estimate(alone, "cuda", model), machine(1024, 80))
 
 
@@ -606,6 +622,16 @@ def test_the_users_gpus_are_taken_and_no_others(
 def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,7")
     with pytest.raises(ConfigError, match="'7'"):
+        visible_gpus()
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_a_driver_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(command: list[str], timeout: float, **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", silent)
+    with pytest.raises(ConfigError, match=r"nvidia-smi has not answered for 60 s: .* nvidia-smi -pm 1"):
         visible_gpus()
 
 

@@ -58,6 +58,20 @@ def test_no_space_at_start_leaves_no_file(make_run: MakeRun, monkeypatch: pytest
     assert not slots_path(run.run_id).exists()
 
 
+@pytest.mark.parametrize("writable", [False, True])
+def test_all_pages_are_mapped_at_once(make_run: MakeRun, writable: bool) -> None:
+    """Who met a fresh one in an update would take ten times as long."""
+    run = make_run()
+    made = SlotsFile.create(run, Manifest.layout([("a", (1 << 20,), "float32")]))
+    attached = SlotsFile.attach(run, writable=writable)
+
+    maps = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    resident = [int(each.split("Rss:")[1].split()[0]) << 10 for each in maps if str(slots_path(run.run_id)) in each]
+    assert max(resident) >= run.config.weights.slots * (1 << 22)
+    remove_slots(run.run_id)
+    del made, attached
+
+
 @contextmanager
 def hung_owner(target: Callable[..., None], run: RunFile, folder: Path) -> Iterator[None]:
     """A process that made the run's slots and hangs; killed in the end."""

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.model_executor.layers.linear import RowParallelLinear
 
 from rl.config.lora import served_adapter
 from rl.weights import make_receiver
@@ -158,12 +159,22 @@ def load_all(model_runner: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> No
     """
     model = model_runner.get_model()
     expected = {name for name, _ in model.named_parameters()}  # packed names: qkv_proj, gate_up_proj
+    pairs = _whole_on_device(model, model_runner.device, pairs)
     if in_place.are_weights_as_loaded(model_runner):
         loaded = in_place.write_into_parameters(model_runner, pairs)
     else:
         loaded = _reload(model_runner, model, pairs)
     if missing := sorted(expected - loaded):
         raise RuntimeError(f"the published weights lack {len(missing)} parameters of the model: {missing[:5]}")
+
+
+def _whole_on_device(
+    model: Any, device: torch.device, pairs: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of which a tensor-parallel rank takes columns come to the device as they are. Else one thread of the host
+    would put their rows together."""
+    layers = {name for name, each in model.named_modules() if isinstance(each, RowParallelLinear) and each.tp_size > 1}
+    return ((name, each.to(device) if name.removesuffix(".weight") in layers else each) for name, each in pairs)
 
 
 def _reload(model_runner: Any, model: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

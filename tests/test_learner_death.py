@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rl.config.damage import read_lines
 from tests.test_end_to_end_simulated import check_books, finish, pid_of, restarts, start
 
 LEARNER = "rl.learner.simulated"
@@ -29,8 +30,7 @@ SETTINGS = (
 
 
 def versions(tmp_path: Path) -> list[dict[str, Any]]:
-    path = tmp_path / "simulated" / "versions.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return list(read_lines(tmp_path / "simulated" / "versions.jsonl", dict[str, Any]))
 
 
 def wait_for_version(process: subprocess.Popen[str], tmp_path: Path, n: int, deadline_s: float = 240) -> None:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from experiments.machines import Machines, missing
+from rl.config.damage import read_lines
 from rl.store.batch_files import read_batch_parts
 
 pytestmark = [pytest.mark.docs, pytest.mark.skipif(bool(missing()), reason=f"several machines on one box: {missing()}")]
@@ -92,9 +93,8 @@ class Run:
         return "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in logs)
 
     def step(self) -> int:
-        rows = self.folder / "metrics.jsonl"
-        trained = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
-        return max((row["step"] for row in trained if "train/loss" in row), default=0)
+        rows = read_lines(self.folder / "metrics.jsonl", dict[str, Any])  # the last one may be half written
+        return max((row["step"] for row in rows if "train/loss" in row), default=0)
 
     def kill_head(self) -> None:
         """The process alone, which has no time to say anything; its children die with it."""

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
+from rl.config.damage import read_lines
 from rl.learner.rows import rows_of_batch
 
 ROOT = Path(__file__).parents[1]
@@ -70,8 +71,7 @@ def start(*arguments: Any) -> subprocess.Popen[str]:
 
 
 def metrics(runs: Path) -> list[dict[str, Any]]:
-    path = runs / "sft" / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return list(read_lines(runs / "sft" / "metrics.jsonl", dict[str, Any]))
 
 
 def losses(runs: Path) -> list[float]:

@@ -24,6 +24,9 @@ def gspo(inputs: LossInputs, options: GSPOOptions) -> LossResult:
     form is GSPO-token (eq. 13 and 14). Where a sequence has one advantage, its value and gradient are the same; where
     it has several, it takes each token's own. The mean over sequences is `algo.aggregation: sequence`, this loss's
     default.
+
+    In bfloat16 an engine's log-probabilities differ from the learner's by more than these bounds: there it wants
+    `algo.correction.weight: token`, which makes the learner's own old policy pi_behavior.
     """
     mean = inputs.sample_mean(inputs.log_ratio(inputs.logp_current, inputs.logp_behavior))[inputs.sample]  # (T,)
     own = inputs.masked(inputs.logp_current)

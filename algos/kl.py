@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -23,7 +24,10 @@ def kl_estimate(kind: KLEstimator, logp: Tensor, logp_reference: Tensor) -> Tens
     log_ratio = (logp - logp_reference).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     if kind == "k1":
         return log_ratio
-    return log_ratio**2 / 2 if kind == "k2" else (-log_ratio).exp() - 1 + log_ratio
+    if kind == "k2":
+        return log_ratio**2 / 2
+    exact = log_ratio.double()  # of a small ratio almost nothing is left of e^-x - 1 + x, in float32 rounding alone
+    return (torch.expm1(-exact) + exact).to(log_ratio.dtype)
 
 
 def kl_loss(kind: KLEstimator, logp_current: Tensor, logp_reference: Tensor) -> Tensor:

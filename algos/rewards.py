@@ -31,7 +31,9 @@ class RewardInputs:
     tokens: Tensor  # (N,) int64, generated tokens
     turns: Tensor  # (N,) int64
     truncated: Tensor  # (N,) bool, cut by a limit of length or turns instead of ending by itself
-    max_tokens: int  # most tokens that an episode can generate: sampling.max_tokens * env.max_turns
+    max_tokens: (
+        int  # most that an episode can generate: sampling.max_tokens * env.max_turns, and no more than a context
+    )
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ Tokens = Annotated[int, Meta(ge=1)]
 @dataclass(frozen=True)
 class OverlongOptions:
     max_tokens: Tokens | None = None
-    """Generated tokens of an episode from which the penalty is whole; None: the most it can generate."""
+    """Generated tokens of an episode from which the penalty is whole; None: the most it can generate in one context.
+    An agent that begins contexts anew needs a number of its own."""
     buffer: Tokens | None = None
     """The penalty grows from 0 to `penalty` over this many tokens; None: a fifth of max_tokens, as in the paper."""
     penalty: NotNegative = 1.0

@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,13 +27,14 @@ from launch.children import Exits
 from launch.gpus import visible_gpus
 from launch.launcher import node_messages as m
 from launch.launcher.copies import is_known
-from launch.launcher.folders import Fetcher, Opened, drop, forget_others, known_changes, made_in
+from launch.launcher.folders import TRIES, Fetcher, Opened, known_changes, made_in
 from launch.launcher.local import LocalHandle, LocalLauncher
 from launch.launcher.members import Lease
 from launch.launcher.node_messages import boot_time
 from launch.launcher.protocol import Spec
+from launch.machine import size_text
 from rl.learner.changes import CHANGES, WISH
-from rl.store.digests import file_digest
+from rl.store.digests import FileDigest, file_digest
 from rl.store.made_once import cache_folder
 from rl.weights.host import clean_up
 from rl.wire.process import die_with_parent
@@ -143,7 +145,8 @@ class Agent:
             made = made_in(self._run.folder)
 
         about = self._told, self._logs(), self._is_shared, self._leaving
-        self._send(m.Beat(self._lease.beat(now), *about, made, answered, changes))
+        came = self._files.came + self._fetcher.came(now)
+        self._send(m.Beat(self._lease.beat(now), *about, made, answered, changes, list(self._waiting), came))
         return min(1.0, self._lease.seconds / 10)
 
     def _logs(self) -> dict[str, tuple[int, bytes]]:
@@ -237,7 +240,7 @@ class Agent:
 
         self._run.addresses.host = self._own_address()
         self._launcher = LocalLauncher(self._run)
-        self._fetcher = Fetcher(folder)
+        self._fetcher = Fetcher(folder, self._run.save_s)
         self._lease = Lease(welcome.lease_s, self._hellos[welcome.number])
         self._renewed()
         print(f"machine {welcome.machine} of {told.folder.name}, in {folder}", flush=True)
@@ -289,7 +292,7 @@ class Agent:
 
         if ended is not None and self._copy is not None:
             if ended:
-                drop(self._run.folder, [each for each in made_in(self._run.folder) if each != self._copy.name])
+                self._fetcher.drop_checkpoints(name for name in made_in(self._run.folder) if name != self._copy.name)
             self._copy = None
         elif ended is False and self._begun is not None:  # damaged on its way
             self._fetcher.begin(self._begun.name, self._begun.files)
@@ -328,11 +331,14 @@ class Agent:
         (self._folder / "run.json").write_text(self._run.model_dump_json())
         if self._is_shared:  # the head has seen to it
             return
-        self._fetcher.cancel()
+
+        if not self._fetcher.brings(begin.name, begin.digest):
+            self._fetcher.cancel()
         self._copy = None
-        forget_others(self._run.folder, begin.name)
+        self._fetcher.forget_others(begin.name)
         (self._run.folder / CHANGES).write_bytes(begin.changes)
-        if begin.name and made_in(self._run.folder).get(begin.name) != begin.digest:
+        missing = begin.name and made_in(self._run.folder).get(begin.name) != begin.digest
+        if missing and not self._fetcher.is_busy:
             self._fetcher.begin(begin.name, begin.files)
 
     def _hold(self, sent: m.Sent) -> None:
@@ -380,7 +386,6 @@ class Agent:
             for handle in self._handles.values():
                 handle.kill()
             self._launcher.close()
-            self._fetcher.close()
 
             if orderly:
                 killed: dict[str, int | None] = {}
@@ -390,6 +395,7 @@ class Agent:
                     killed[name] = -signal.SIGKILL if ended is None else ended
                 self._send(m.Beat(self._lease.beat(boot_time()), killed, self._logs(), self._is_shared, leaving=True))
             clean_up(self._run.run_id)
+            self._fetcher.close()
 
         self._socket.close(linger=_ARRIVES_MS if orderly else 0)
         zmq.Context.instance().term()
@@ -420,6 +426,10 @@ class Files:
             self.seen &= seen or name == "resume"  # which has a path of the head's own
 
         self._wanted: list[str] = []
+        self.came = 0
+        """How many parts, of files that were begun `TRIES` times at most."""
+        self._tries: Counter[str] = Counter()
+        self._digest = FileDigest()  # of what has come of the first of them
         self._asked_at = float("-inf")
 
     def placed(self, run: RunFile) -> RunFile:
@@ -446,20 +456,34 @@ class Files:
         return m.Ask(self._wanted[0], partial.stat().st_size if partial.exists() else 0)
 
     def take(self, part: m.Part) -> None:
-        """A part that was asked for; any other is dropped."""
+        """A part that was asked for; any other is dropped. The digest grows with them: to read 20 GB once more would
+        take as long as a lease."""
+        if not self._wanted or self._wanted[0] != part.file:  # late, perhaps of a checkpoint
+            return
         partial = self._partial(part.file)
         partial.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("ab") as file:
-            if not self._wanted or self._wanted[0] != part.file or file.tell() != part.offset:
+            if file.tell() != part.offset:
                 return
             file.write(part.data)
 
-        self._asked_at = float("-inf")
         wanted = self._files[part.file]
+        if part.offset == 0:
+            self._digest = FileDigest()
+            self._tries[part.file] += 1
+            if wanted.size > m.CHUNK_BYTES:
+                print(f"fetching {part.file}, {size_text(wanted.size)}", flush=True)
+
+        self._digest.update(part.data)
+        if not part.data and wanted.size:  # the head's own is shorter by now: it is asked again after a while
+            return
+
+        self.came += self._tries[part.file] <= TRIES
+        self._asked_at = float("-inf")
         if partial.stat().st_size < wanted.size:
             return
 
-        if not _is(partial, wanted):
+        if (partial.stat().st_size, self._digest.hexdigest()) != (wanted.size, wanted.digest):
             partial.unlink()  # somebody has written into it; it is asked for again
             return
         partial.rename(self._path(part.file))

@@ -29,12 +29,15 @@ class Child:
     handle: Handle
     log: Path
     started: float
+    """When it was told to begin, or when something has come that it needs before that."""
     beat: Heartbeat
     """The newest, or one without progress before the first."""
     identity: bytes = b""
     """Of its control socket."""
     found: bool = False
     """Whether another supervisor began it."""
+    came: float = 0.0
+    """What its handle has said of that."""
     registered: bool = False
     last_beat: float = 0.0
     progressed: float = 0.0
@@ -48,6 +51,13 @@ class Child:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    def starts_for(self, now: float) -> float:
+        """The seconds since it began, or since something has come that it needs before it can."""
+        if (came := getattr(self.handle, "came", 0.0)) != self.came:
+            self.came = came
+            self.started = now
+        return now - self.started
 
     def says_more(self, seconds: float) -> bool:
         """Whether it ended by an exception, whose message is on its way: a socket may be later than the kernel.

@@ -19,6 +19,9 @@ from launch.terminal import CleanConsole
 from rl.config.schema import Config, ConfigError, load_config
 from rl.config.tree import differing
 
+_LEAST_PACE = 10
+"""Tokens a second that an engine on a GPU makes of each of its requests, also beside many others."""
+
 
 def print_plan(checked: Preflight, recipe: Path, *, verbose: bool) -> None:
     """The plan, what differs from the recipe, and what could not be checked here."""
@@ -40,6 +43,10 @@ def print_plan(checked: Preflight, recipe: Path, *, verbose: bool) -> None:
     memory = checked.machine.memory
     of = f" of {size_text(memory)}, {size_text(memory - on_host(checked.memory))} is left" if memory else ""
     line(f"memory of the host: {size_text(on_host(checked.memory))}{of}")
+    if checked.written.together:
+        line(f"on the disk: {checked.written}")
+    if pace := _pace(config):
+        line(pace)
     for need in checked.memory if verbose else ():
         line(f"memory ({need.where}): {need}")
 
@@ -61,6 +68,15 @@ def differences(recipe: Path, config: Config) -> list[str]:
 
 def _value(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
+
+
+def _pace(config: Config) -> str:
+    """How fast the longest episode must be sampled, where that is a question."""
+    tokens = config.episode_tokens
+    seconds = config.rollout.episode_deadline_s
+    if tokens < _LEAST_PACE * seconds:
+        return ""
+    return f"an episode of {tokens} tokens is cancelled below {tokens / seconds:.0f} tok/s: rollout.episode_deadline_s"
 
 
 def _roles(checked: Preflight) -> str:

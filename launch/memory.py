@@ -30,7 +30,7 @@ _EXCHANGES = 1024 * MIB  # NCCL's own, of a rank beside others; not measured
 ASLEEP = 1536 * MIB  # of an engine that sleeps, CUDA's own with it; not measured
 STARTING = 768 * MIB  # a driver's own, and CUDA's of vLLM, which then asks that all of its share is free; likewise
 _GRAPHS = 512 * MIB  # of CUDA graphs, beside a cache whose bytes vLLM is told; likewise
-_LOCKED = 1.5  # what torch takes of the host for a byte in locked pages: it rounds each tensor up to a power of two
+_LOCKED = 2  # most that torch takes of the host for a byte in locked pages (`ModelShape.locked`)
 _SHARE = "share of a GPU"
 _CURES = {"learner.ranks": "learner.ranks, learner.optimizer_states"}
 """What else may help beside a field, by the field."""
@@ -118,10 +118,15 @@ def estimate(
         learner_at_rest |= _states(config, model)
 
     if model and device == "cuda" and config.alternates:
-        learner_at_rest["moved here"] = int(_LOCKED * sum(_moved(config, model).values()))
+        locked = model.locked(config.learner.ranks // config.learner.copies)
+        learner_at_rest["moved here"] = int(locked * sum(_moved(config, model).values()))
         if served_adapter(config.model) is not None:
             weights = _engine(config, model, device)["weights"]
             engine_at_rest["weights while it sleeps"] = int(_LOCKED * config.generator.tensor_parallel * weights)
+
+    if model and config.generator.engine == "vllm" and config.replays_routers:
+        cached = next((need.parts["KV cache"] for need in needs if "KV cache" in need.parts), 0)
+        engine_at_rest["routed experts"] = 2 * model.routing_bytes * cached // _cached_token(config, model)
 
     needs.append(Need("learner rank", "host", config.learner.ranks, learner_at_rest, "learner.ranks"))
     if config.supervised:
@@ -330,8 +335,7 @@ def shared_with_learner(needs: Sequence[Need]) -> tuple[float, int] | None:
 def _with_cache(config: Config, model: ModelShape, need: Need, gpu: int | None) -> Need:
     """`need` with the cache that it has on this machine, of one context at least, and the sequences that it holds."""
     generator = config.generator
-    # A device has keys and values of its own heads, and of at least one.
-    token = model.kv_bytes(_bytes(generator.dtype)) // min(generator.tensor_parallel, model.kv_heads)
+    token = _cached_token(config, model)
     least = least_cache(generator, "cuda") * token
     if (given := kv_cache_bytes(generator, "cuda")) is not None:
         cache = given // generator.tensor_parallel
@@ -346,6 +350,12 @@ def _with_cache(config: Config, model: ModelShape, need: Need, gpu: int | None) 
         fit += f", and up to generator.max_num_seqs={generator.max_num_seqs} shorter ones"
     remark = f"{fit}: {cache // token} tokens of KV cache"
     return replace(need, parts=need.parts | {"KV cache": cache}, remarks=(*need.remarks, remark))
+
+
+def _cached_token(config: Config, model: ModelShape) -> int:
+    """The bytes of a token in the cache of one device, which has keys and values of its own heads, and of at least
+    one."""
+    return model.kv_bytes(_bytes(config.generator.dtype)) // min(config.generator.tensor_parallel, model.kv_heads)
 
 
 def _learner(config: Config, model: ModelShape, device: str) -> dict[str, int]:
@@ -368,9 +378,8 @@ def _learner(config: Config, model: ModelShape, device: str) -> dict[str, int]:
     weight = number if on_host else _MASTER  # of a whole model; those of adapters are float32
     reduced = _bytes(learner.reduce_dtype)
     gradient = number if on_host and reduced < _MASTER else _MASTER
-    adapters, whole = _moving(config, model)
+    adapters, policy, critic = _moving(config, model)
     held = _as_held(config, model)
-    critic = held * (config.algo.critic is not None)
     still = held * number if lora else 0
     if config.algo.kl.coef and not (lora and config.algo.kl.reference == "start"):
         still += held * weight
@@ -392,10 +401,10 @@ def _learner(config: Config, model: ModelShape, device: str) -> dict[str, int]:
         working += tokens * model.exchanged_bytes(together, number)
 
     shards = learner.ranks // learner.copies
-    moments = {} if on_host else {"optimizer": 2 * ((adapters + whole) * _MASTER // shards)}
+    moments = {} if on_host else {"optimizer": 2 * ((adapters + policy + critic) * _MASTER // shards)}
     return {
-        "weights": (adapters * _MASTER + whole * weight) // shards + still // shards,
-        "gradients": max(adapters * _MASTER + (whole - critic) * gradient, critic * gradient) // shards,
+        "weights": (adapters * _MASTER + (policy + critic) * weight) // shards + still // shards,
+        "gradients": max(adapters * _MASTER + policy * gradient, critic * gradient) // shards,
         **moments,
         "gathered": _gathered(config, model),
         "activations": kept,
@@ -423,12 +432,12 @@ def _gathered(config: Config, model: ModelShape) -> int:
     return (model.trained - (model.layers - layers) * model.layer) * number
 
 
-def _moving(config: Config, model: ModelShape) -> tuple[int, int]:
-    """Parameters that are trained: of adapters, and of whole models."""
+def _moving(config: Config, model: ModelShape) -> tuple[int, int, int]:
+    """Parameters that are trained: of adapters, of a whole policy, and of a critic."""
     lora = lora_options(config.model)
     held = _as_held(config, model)
-    critic = held * (config.algo.critic is not None)
-    return (model.adapters(lora.rank, lora.named), critic) if lora else (0, held + critic)
+    critic = held - model.trained + model.valuing if config.algo.critic is not None else 0
+    return (model.adapters(lora.rank, lora.named), 0, critic) if lora else (0, held, critic)
 
 
 def _as_held(config: Config, model: ModelShape) -> int:

@@ -23,6 +23,7 @@ from envs.held_out import check_held_out, knows_tasks
 from envs.lengths import check_lengths
 from envs.registry import validate_env, validate_options
 from launch.boards import check_boards
+from launch.disk import Written, check_disk, written_by
 from launch.launcher import check_launcher
 from launch.launcher.local import Begin, begin_process
 from launch.machine import Machine, this_machine
@@ -76,6 +77,7 @@ class Preflight:
     plan: list[ProcessSpec]
     prepared: Prepared
     memory: list[Need]
+    written: Written
     train_tasks: int
     eval_tasks: int
     data: dict[str, str]
@@ -111,7 +113,7 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process, target: Ma
     teacher = _teacher(config, dry, unchecked)
 
     # Refused before tasks or a model are made.
-    memory = _check_memory(config, device, told, machine, unchecked, teacher)
+    memory, written = _check_size(config, device, told, machine, unchecked, teacher, dry=dry)
 
     train_tasks, eval_tasks, family = _count_tasks(config, dry, unchecked)  # seconds, where a model may be gigabytes
     if family is not None and knows_tasks(family):
@@ -123,7 +125,10 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process, target: Ma
     if not dry:
         shape_by_model(prepared.folder, replay=config.replays_routers)
     if told is None and prepared.folder is not None:
-        memory = _check_memory(config, device, read_config(prepared.folder), machine, unchecked, teacher)
+        made = read_config(prepared.folder)
+        memory, written = _check_size(config, device, made, machine, unchecked, teacher, dry=dry)
+    elif not dry:
+        check_disk(written, config)  # a model that was fetched may have taken room on the same disk
     if family is not None and prepared.folder is not None:
         check_lengths(config, family, prepared.folder)
 
@@ -131,7 +136,7 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process, target: Ma
         make_room(config, 0 if config.supervised else prepared.weight_bytes)
     plan = make_plan(config, device, machine.gpus, machine.nodes)
     _check_descriptors(_DESCRIPTORS + 8 * len(plan) + config.env.episodes_per_server)
-    return Preflight(config, device, plan, prepared, memory, train_tasks, eval_tasks, data, unchecked, machine)
+    return Preflight(config, device, plan, prepared, memory, written, train_tasks, eval_tasks, data, unchecked, machine)
 
 
 def _check_descriptors(needed: int) -> None:
@@ -344,14 +349,17 @@ def _check_channel(config: Config, device: str, visible: int) -> None:
         raise ConfigError(f"weights.transport={channel!r}: {why}; set {fix}weights.transport=auto")
 
 
-def _check_memory(
+def _check_size(
     config: Config,
     device: str,
     told: Mapping[str, Any] | None,
     machine: Machine,
     unchecked: list[str],
     teacher: ModelShape | None,
-) -> list[Need]:
+    *,
+    dry: bool,
+) -> tuple[list[Need], Written]:
+    """What processes hold, and what is left on the disk of this machine. Raises ConfigError where that is too much."""
     _check_threads(config, device, machine)
     model = None
     if told is not None:
@@ -370,7 +378,12 @@ def _check_memory(
 
     needs = estimate(config, device, model, machine, teacher)
     check_memory(needs, machine)
-    return needs
+
+    meta = _resume_from(config, read_meta)
+    written = written_by(config, model, told or {}, meta.step if meta is not None else 0)
+    if not dry or machine.name == "this machine":
+        check_disk(written, config)
+    return needs, written
 
 
 def _check_threads(config: Config, device: str, machine: Machine) -> None:
@@ -461,6 +474,7 @@ def make_run(checked: Preflight, started: float) -> RunFile:
         data=checked.data,
         eval_tasks=min(checked.eval_tasks or config.eval.tasks, config.eval.tasks),
         beside_learner=shared_with_learner(checked.memory),
+        saved_bytes=checked.written.at_end,
         started_at=started,
     )
 

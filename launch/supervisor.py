@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -53,6 +53,7 @@ _SAME_DEATH_S = 2.0  # a rank's exception comes this long before the notice of t
 _FENCE_S = 60.0  # for the kernel to end a killed process, which may first give up 200 GB of locked pages
 _CLOSING_REPORTS = {"broker", "learner"}  # of rows there is no broker
 _POLL_S = 0.25
+_HOUR_S = 3600.0
 _CLOSING_REPORTS_S = 2.0
 _TRACKER_S = 30.0  # an online dashboard may still be sending
 _TRACKER_HURRIED_S = 1.5  # after Ctrl-C or a failure: with timeouts.stop_s, all ends within 10 s
@@ -78,7 +79,8 @@ class Supervisor:
         self._ended = False  # some process has, and was not looked at yet
         self._look_at = 0.0  # when all are looked at, by the monotonic clock
 
-        self._restarts: Counter[str] = Counter()
+        self._deaths: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+        """Of each process, those that count: when, and the step that had been trained."""
         self._book = AddressBook()
         self._reports: dict[str, bytes] = {}  # closing reports by role
         self._reporters = {"learner"} if run.config.supervised else _CLOSING_REPORTS
@@ -159,7 +161,7 @@ class Supervisor:
         trained = self._observed.step > self._run.start_step
         if self._save_until is not None or not trained:
             raise KeyboardInterrupt
-        self._save_until = self._now() + 2 * self._config.timeouts.hang_s  # for the step, and for its checkpoint
+        self._save_until = self._latest_end()
 
     def _now(self) -> float:
         """The time by which children are judged: a supervisor that was stopped has heard of nobody."""
@@ -204,14 +206,25 @@ class Supervisor:
                 self._await_checkpoint(self._save_until)
 
     def _await_checkpoint(self, until: float) -> None:
-        """Raises KeyboardInterrupt once the learner has saved what it had, or its time is over."""
+        """Raises KeyboardInterrupt once the learner has saved what it had, or its time is over. It may train a step
+        before that, in which a hang is found as always.
+        """
         saver = self._children["broker" if "broker" in self._reporters else "learner", 0]
         if self._saver is not saver and saver.registered:
             self._saver = saver
             self._send(saver.identity, messages.Stop("interrupted", save_first=True))
             self._display.note("a checkpoint of the step that is being trained is saved; Ctrl-C again ends at once")
-        if self._has_finished("learner") or self._now() > until:
+
+        if self._has_finished("learner"):  # whatever its last heartbeat said before
             raise KeyboardInterrupt
+        if self._children["learner", 0].beat.busy:
+            self._save_until = self._latest_end()
+        elif self._now() > until:
+            raise KeyboardInterrupt
+
+    def _latest_end(self) -> float:
+        """Of a learner that is to save now."""
+        return self._now() + self._config.timeouts.hang_s + self._run.save_s
 
     def _has_finished(self, role: str) -> bool:
         """Whether it has said its last word, and not because of an exception: then its successor will."""
@@ -320,7 +333,7 @@ class Supervisor:
 
                 self._child_ended(child)
             elif not child.registered:
-                if now - child.started > limits.start_s:
+                if child.starts_for(now) > limits.start_s:
                     child.kill(f"did not start within timeouts.start_s={limits.start_s:g} s")
                     if child.incarnation == 0 and not child.found:  # nobody like it has worked yet: it would come again
                         raise RunFailed(f"{child.name} {child.why_killed}", log_tail(child.log))
@@ -361,12 +374,12 @@ class Supervisor:
         self._trace_death(child, how)
 
         unit = self._unit(child)
-        used = self._restarts[unit[0].name]
+        used = self._forget_deaths(unit[0].name)
         allowed = self._config.max_restarts
         if not child.moved:
             if used >= allowed:
                 raise RunFailed(f"{ended}; it was restarted {used} times already", detail)
-            self._restarts[unit[0].name] += 1
+            self._deaths[unit[0].name].append((self._now(), self._observed.step))
         self._raise_alarm("supervisor", "process-died", f"{child.name} {how}; it is started again")
         count = "" if child.moved else f" ({used + 1} of {allowed})"
         self._display.note(f"{child.name} {how}; starting it again{count}")
@@ -377,6 +390,16 @@ class Supervisor:
             if other is not child:
                 self._trace_death(other, f"replaced together with {child.name}")
         self._replace(unit)
+
+    def _forget_deaths(self, name: str) -> int:
+        """How many deaths of a process count: those of the last hour, and whatever came before without that the run has
+        come further since. A run of weeks outlives a fault a day, and not one that always comes at the same step.
+        """
+        now = self._now()
+        step = self._observed.step
+        counted = [(when, then) for when, then in self._deaths[name] if now - when < _HOUR_S or step <= then]
+        self._deaths[name] = counted
+        return len(counted)
 
     def _trace_death(self, child: Child, how: str) -> None:
         self._trace.add(ProcessDied(child.spec.role, child.spec.index, child.incarnation, how))

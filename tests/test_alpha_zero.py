@@ -85,7 +85,7 @@ def run_system(folder: Path, model: Path, *overrides: str) -> tuple[list[BatchPa
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
     rows = [json.loads(line) for line in (folder / "system" / "metrics.jsonl").read_text().splitlines()]
 
-    return read_batch_parts(folder / "system"), [row for row in rows if "train/loss" in row]
+    return list(read_batch_parts(folder / "system")), [row for row in rows if "train/loss" in row]
 
 
 class EngineOfLoop:

@@ -29,7 +29,7 @@ TAUGHT = ("algo.loss=reverse_kl", "algo.teacher=simulated", "tracking.replay=ful
 
 def batches(tmp_path: Path) -> list[BatchPart]:
     register(TEACHER_LOGP)
-    return read_batch_parts(tmp_path / "simulated")
+    return list(read_batch_parts(tmp_path / "simulated"))
 
 
 def check_scored(tmp_path: Path, steps: int) -> None:

@@ -140,7 +140,7 @@ def test_a_real_run_is_right_end_to_end(tmp_path: Path) -> None:
     assert sync["count"] >= 2 and sync["mean_s"] > 0 and sync["pause_mean_s"] > 0 and sync["bytes"] > 0
 
     run = json.loads((folder / "run.json").read_text())
-    worst, spanning = behaviour_and_learner(read_batch_parts(folder), folder, Path(run["model_folder"]))
+    worst, spanning = behaviour_and_learner(list(read_batch_parts(folder)), folder, Path(run["model_folder"]))
     assert spanning > 0, "no request spanned an update: the test does not test what it should"
     assert worst < 1e-4
 

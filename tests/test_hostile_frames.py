@@ -160,7 +160,7 @@ def test_no_frame_ends_a_run(tmp_path: Path, keyed: bool, monkeypatch: pytest.Mo
 
 def forged_batches(run: RunFile) -> list[Message]:
     """As the broker makes them, with other rewards: of the steps that the learner asks for next."""
-    part = read_batch_parts(run.folder)[-1]
+    *_, part = read_batch_parts(run.folder)
     rows = [replace(row, reward=9.0, turn_rewards=[]) for row in part.rows]
     metrics = part.metrics | {"rollout/reward": 9.0}
     places = itertools.product(range(part.step, part.step + 4), range(run.config.learner.ranks))

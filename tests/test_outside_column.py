@@ -394,7 +394,7 @@ def test_every_process_of_a_run_knows_it(tmp_path: Path) -> None:
 
     register(TEACHER_LOGP)
     register(ROUTED_EXPERTS)
-    batch_parts = read_batch_parts(tmp_path / "simulated")
+    batch_parts = list(read_batch_parts(tmp_path / "simulated"))
     assert len(batch_parts) >= 3
     for batch_part in batch_parts:
         assert (batch_part.columns["teacher_logp"] == 0.5).all()

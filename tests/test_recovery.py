@@ -49,7 +49,7 @@ def check(summary: dict[str, Any], tmp_path: Path, steps: int, restarted: dict[s
     folder = tmp_path / "simulated"
     assert restarts(tmp_path) == restarted
 
-    batch_parts = read_batch_parts(folder)
+    batch_parts = list(read_batch_parts(folder))
     trained = {batch_part.step: [row.sample_id for row in batch_part.rows] for batch_part in batch_parts}
     samples = [sample for rows in trained.values() for sample in rows]
     assert len(samples) == len(set(samples)) == steps * 16

@@ -37,7 +37,7 @@ def test_a_live_run_goes_back_and_closes_its_books(tmp_path: Path, capsys: pytes
 
     versions = [json.loads(line) for line in (folder / "versions.jsonl").read_text().splitlines()]
     assert [line["n"] for line in versions if line["timeline"] == 1] == [*range(16, STEPS + 1)]
-    parts = read_batch_parts(folder)
+    parts = list(read_batch_parts(folder))
     assert [part.timeline for part in parts] == [0] * 16 + [1] * (STEPS - 16)
     samples = [row.sample_id for part in parts for row in part.rows]
     assert len(samples) == len(set(samples)) == STEPS * 16

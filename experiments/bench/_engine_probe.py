@@ -101,7 +101,7 @@ async def measure(run: RunFile, texts: Sequence[list[int]]) -> dict[str, list[Ti
 
 def texts_of(folder: Path, least: int) -> list[list[int]]:
     """The sequences of the run's last batch that have so many ids."""
-    batch_part = read_batch_parts(folder)[-1]
+    *_, batch_part = read_batch_parts(folder)
     parts = np.split(batch_part.columns["token_ids"], np.cumsum(batch_part.lengths)[:-1])
     return [part.tolist() for part in parts if len(part) >= least]
 

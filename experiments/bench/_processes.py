@@ -209,7 +209,9 @@ def watched(command: Sequence[str], output: Path, environment: Mapping[str, str]
         signal.signal(signal.SIGTERM, handler)
 
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            # In a script's background SIGINT is ignored, and so it is by what is begun there.
+            is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+            process.send_signal(signal.SIGTERM if is_ignored else signal.SIGINT)
         try:
             process.wait(_END_S)
         except subprocess.TimeoutExpired:

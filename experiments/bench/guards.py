@@ -167,7 +167,7 @@ def run_it(options: argparse.Namespace, folder: Path) -> tuple[Path, Timing]:
 def guards_of(folder: Path) -> list[Timing]:
     """Seconds within guards, by batch of the run."""
     of_run = RunFile.load(folder)
-    batch_parts = read_batch_parts(folder)
+    batch_parts = list(read_batch_parts(folder))
     with temporary_run(config=of_run.config, model_folder=of_run.model_folder) as run:
         learner = Learner(Process("learner", ProcessContext(run, 0, 0)))  # not entered: there is no supervisor
         broker = BatchGuards(Rules.of(run.config, 1000), Alarms(run.config.alarms, lambda _name, _detail: None))

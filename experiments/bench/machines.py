@@ -164,7 +164,9 @@ class Run:
         """While the agents wait."""
         self._kill_head()
         self._begin_head()
-        self.wait(lambda: len(re.findall(r"machine \d+ is back", self.said())) == NODES, "all agents")
+        self.wait(lambda: "not back" in self.said() or self.said().count("is back, with") == NODES, "all agents")
+        if "not back" in self.said():
+            raise SystemExit(f"bench machines: the head took longer than a lease to be back: --lease\n{self.said()}")
 
     def begin_anew(self, machines: Sequence[int]) -> None:
         """Once no agent is left, with new ones on these machines."""

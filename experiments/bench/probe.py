@@ -67,11 +67,14 @@ def engine_logp(folder: Path, dtype: Any, probes: Probes) -> np.ndarray:
     from vllm import LLM, SamplingParams
 
     from rollout.generator.engines.cpu.unpacked import heed_environment
+    from rollout.generator.engines.vllm_settings import HEAD
 
     heed_environment()
+
     engine: Any = LLM(
         model=str(folder),
         dtype=dtype,
+        hf_overrides=HEAD,
         max_model_len=_CONTEXT,
         max_num_batched_tokens=8192,
         kv_cache_memory_bytes=1 << 26,

@@ -51,6 +51,7 @@ def settings(job: Job) -> list[str]:
         "learner.ranks": 1,
         "learner.lr": job.lr,
         "learner.max_tokens_per_pack": 2048,
+        "learner.checkpoint_every": 0,
         "tracking.wandb": "disabled",
         **_schedule(job),
         **(ON_GPU if job.device == "cuda" else {}),

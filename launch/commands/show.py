@@ -29,7 +29,7 @@ _ROUNDING = 1e-6
 def show(arguments: argparse.Namespace) -> int:
     """Print the conversations that fit the filters, newest first. Raises ConfigError where there is no run."""
     pieces = _pieces(arguments.run)
-    newest_first = reversed(list(read_samples(arguments.run)))
+    newest_first = read_samples(arguments.run, newest_first=True)
     chosen = islice(matching(newest_first, arguments), arguments.limit)
 
     if arguments.json:

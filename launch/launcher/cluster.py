@@ -29,6 +29,7 @@ from launch.launcher.members import AT_HEAD, KEEPS, Member, Members
 from launch.launcher.node_messages import boot_time
 from launch.launcher.protocol import Found, Handle, Node, Spec
 from launch.launcher.remote import RemoteHandle
+from rl.config.plugins import told
 from rl.config.schema import ConfigError
 from rl.observe.trace import boot_id
 from rl.store.digests import file_digest, written_digests
@@ -57,11 +58,13 @@ class ClusterLauncher:
         self._local = LocalLauncher(run, begin)
         self._members = Members(cluster.count, cluster.fence_s, cluster.place)
         self._copying = Copying(run, self._send)
+
         self._handles: dict[str, RemoteHandle] = {}
         self._lock = threading.RLock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._joined = threading.Event()
         self._closing = False
+        self._failure: Exception | None = None  # of the thread
         self._code = m.code_hash()
         self._files = _files_of(run)
 
@@ -77,7 +80,7 @@ class ClusterLauncher:
             run.make_names()
         self._socket = self._listen(before.listens if before is not None else None)
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
-        self._thread = threading.Thread(target=self._serve, name="agents", daemon=True)
+        self._thread = threading.Thread(target=self._talk, name="agents", daemon=True)
         self._thread.start()
 
         self._engine = Agents()
@@ -101,15 +104,21 @@ class ClusterLauncher:
         return bool(self._members.by_agent)
 
     def start(self, spec: Spec, node: Node) -> Handle:
-        """A child of this process, or of an agent. Where no machine has room for it, it starts once one has."""
+        """A child of this process, or of an agent. Where no machine has room for it, it starts once one has.
+
+        Raises what has ended the talk with agents, as a full disk does.
+        """
         if not self._has_said_where:
             self._has_said_where = True
             control = self._run.address_of("control") or self.address
             self._file.write(Listens(_port(self.address), _port(control), boot_id()))
         self._file.write(Began(spec.name))
+
         if node is not _ANYWHERE:
             return self._local.start(spec, node)
         with self._lock:
+            if self._failure is not None:
+                raise self._failure
             handle = self._handles[spec.name] = self._remote(spec)
             self._find_room(handle)
         self._wake()
@@ -130,16 +139,22 @@ class ClusterLauncher:
         """What the learner's machine has made is worth a wait, as long as it comes."""
         patience_s = self._run.config.timeouts.hang_s
         said = ""
-        while (name := self._copying.still_to_come(self._members.by_agent)) and self._thread.is_alive():
+        begun = boot_time()
+
+        while (name := self._still_to_come()) and self._thread.is_alive():
             if name != said:
                 print(f"copying {name} from the learner's machine", flush=True)
-            if boot_time() > self._copying.heard + patience_s:
+            if boot_time() > max(begun, self._copying.heard) + patience_s:
                 print(
                     f"! {name} was not copied: nothing came for {patience_s:g} s; it stands on its machine", flush=True
                 )
                 return
             said = name
             time.sleep(_TURN_S)
+
+    def _still_to_come(self) -> str:
+        with self._lock:
+            return self._copying.still_to_come(self._members.by_agent)
 
     def _listen(self, known: Listens | None) -> zmq.SyncSocket:
         """Where agents find the head: at a free port, or at the known one."""
@@ -166,6 +181,8 @@ class ClusterLauncher:
             pass
 
         with self._lock:
+            if self._returning:
+                print(f"machines that are not back, so their leases are over: {len(self._returning)}", flush=True)
             for agent in self._returning:
                 self._file.write(Machine(agent, there=False))
             self._returning.clear()
@@ -200,6 +217,8 @@ class ClusterLauncher:
 
         until = time.monotonic() + self._run.config.timeouts.start_s
         while not self._joined.wait(_TURN_S):
+            if self._failure is not None:
+                raise self._failure
             if wrong := self._engine.wrong():
                 raise ConfigError(f"cluster.engine={self._run.config.cluster.engine}: {wrong}")
             if time.monotonic() > until:
@@ -213,6 +232,18 @@ class ClusterLauncher:
         os.eventfd_write(self._wake_fd, 1)
 
     # ------------------------------------------------------------ the thread
+
+    def _talk(self) -> None:
+        """What ends the talk ends the run: without it nobody would hear of a process that has ended."""
+        try:
+            self._serve()
+        except Exception as error:
+            with self._lock:
+                self._failure = error
+                for handle in self._handles.values():
+                    handle.ended(-signal.SIGKILL, f"the head talks with no machine any more: {told(error)}")
+        finally:
+            self._socket.close(linger=500)
 
     def _serve(self) -> None:
         receiver: Receiver[m.FromAgent] = Receiver(
@@ -229,10 +260,21 @@ class ClusterLauncher:
                     self._gone(member, f"its machine {member.number} is lost: no contact for its lease")
                 for member in self._members.by_agent.values() if news or self._closing else ():
                     self._order(member, beat=None)
-                self._copying.turn()
+                self._copy()
             if self._closing:
                 until = min(until, time.monotonic() + _ENDS_S)
-        self._socket.close(linger=500)
+
+    def _copy(self) -> None:
+        """Go on with what is copied. Ranks may wait for the end of it."""
+        finishing = self._copying.is_finishing
+        self._copying.turn()
+        if not finishing:
+            return
+        for name, handle in self._handles.items():
+            if handle.waits and name.startswith(KEEPS):
+                handle.came = self._copying.came
+        if not self._copying.is_finishing:
+            self._find_rooms()
 
     def _from_agent(self, message: m.FromAgent, peer: bytes) -> None:
         with self._lock:
@@ -315,6 +357,10 @@ class ClusterLauncher:
         for name, (offset, data) in beat.logs.items():
             if (handle := self._handles.get(name)) is not None:
                 handle.read(offset, data)
+        for name in beat.waiting:
+            if (handle := self._handles.get(name)) is not None:
+                handle.came = beat.came
+
         for name, code in beat.states.items():
             if code is not None and name in member.holds:
                 self._members.ended(name)
@@ -385,9 +431,12 @@ class ClusterLauncher:
         if ask.file not in self._files or ask.offset < 0:
             raise ProtocolError(f"{ask.file!r} is no file that the run begins with")
         folder, _, name = ask.file.partition("/")
-        with (m.start_folders(self._run)[folder] / name).open("rb") as file:
-            file.seek(ask.offset)
-            return m.Part(ask.file, ask.offset, file.read(m.CHUNK_BYTES))
+        try:
+            with (m.start_folders(self._run)[folder] / name).open("rb") as file:
+                file.seek(ask.offset)
+                return m.Part(ask.file, ask.offset, file.read(m.CHUNK_BYTES))
+        except OSError as error:  # it was removed since: who needs it does not start, and nobody else is concerned
+            raise ProtocolError(f"{ask.file!r} cannot be read any more: {error}") from None
 
 
 def _files_of(run: RunFile) -> dict[str, m.File]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import msgspec
 
 from launch.launcher.copies import TIMELINES, Copies, step_of
-from launch.launcher.folders import Fetcher, Opened, drop, forget_others, known_changes, made_in
+from launch.launcher.folders import Fetcher, Opened, known_changes, made_in
 from launch.launcher.node_messages import Ask, Begin, FromHead, Part, Sent, Want, boot_time
 from rl.learner.changes import CHANGES, WISH, Change
 from rl.wire.run import RunFile
@@ -30,7 +30,9 @@ class Copying:
         self.copies = Copies()
         self.heard = boot_time()
         """When something was said of it, or came."""
-        self._fetcher = Fetcher(run.folder)
+        self._fetcher = Fetcher(run.folder, run.save_s)
+        self.came = 0.0
+        """Another number whenever something has come (`Fetcher.came`)."""
         self._under_way: tuple[str, str] | None = None
         self._asked_at = float("-inf")
         self._incarnation = ""  # of the ranks
@@ -48,9 +50,15 @@ class Copying:
         self.copies.begin(place, made_in(self._run.folder))
 
     def may_begin(self, rank: str) -> bool:
-        """Whether it is known where rank 0 of this incarnation stands, or this is it."""
+        """Whether it is known where rank 0 of this incarnation stands; rank 0 waits until a checkpoint that is here has
+        its name, and counts."""
         _, index, incarnation = rank.split(".")
-        return index == "0" or incarnation == self._incarnation
+        return not self.is_finishing if index == "0" else incarnation == self._incarnation
+
+    @property
+    def is_finishing(self) -> bool:
+        """Whether all of a folder is here, which is compared with its digests and written to the disk."""
+        return self._fetcher.is_finishing
 
     def begin(self, rank: str, place: bytes) -> Begin | None:
         """What a rank is to be told that begins there. Where ranks may have several folders, all begin from what
@@ -71,7 +79,7 @@ class Copying:
         if not self.copies.begin(place, made_in(self._run.folder), always=several):
             return None
         if not place:
-            forget_others(self._run.folder, self.copies.counts or "")
+            self._fetcher.forget_others(self.copies.counts or "")
         (self._run.folder / "versions.jsonl").unlink(missing_ok=True)  # of ranks that stood here
         print(f"the ranks begin from {self.copies.counts or 'the start'}", flush=True)
         return self._from_what_counts(self._run.timeline + incarnation * TIMELINES)
@@ -126,7 +134,7 @@ class Copying:
         if undo is not None:
             if self._fetcher.is_busy:  # with what may be taken back
                 return b""
-            drop(self._run.folder, self.copies.take_back(undo))
+            self._fetcher.drop_checkpoints(self.copies.take_back(undo))
         return wish
 
     def answered(self, agent: bytes, wish: bytes, changes: bytes) -> None:
@@ -146,12 +154,16 @@ class Copying:
         """Ask for what is wanted. Call it ten times a second."""
         now = boot_time()
         place = self.copies.place
+        if (came := self._fetcher.came(now)) != self.came:
+            self.came = came
+            self.heard = now
+
         whole = None
         with self._telling():
             whole = self._fetcher.ended()
         if whole is not None and self._under_way is not None:
             if whole:
-                drop(self._run.folder, self.copies.arrived(*self._under_way))
+                self._fetcher.drop_checkpoints(self.copies.arrived(*self._under_way))
             else:
                 print(f"! {self._under_way[0]} was damaged on its way, and is copied again", flush=True)
             self._under_way = None
@@ -177,8 +189,7 @@ class Copying:
     def take(self, agent: bytes, part: Part) -> None:
         with self._telling():
             if agent == self.copies.place and self._fetcher.take(part, boot_time()):
-                self.heard = boot_time()
-                self._ask(self.heard)
+                self._ask(boot_time())
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
@@ -196,9 +207,9 @@ class Copying:
             self._send(self.copies.place or b"", ask)
 
     def still_to_come(self, agents: Collection[bytes]) -> str:
-        """What is not copied yet; nothing where the machine that has it is gone."""
-        wanted = self.copies.wanted()
-        if wanted is None or self.copies.place not in agents:
+        """What is not copied yet; nothing where the machine that has it is gone, and is needed."""
+        wanted = self._under_way if self.is_finishing else self.copies.wanted()
+        if wanted is None or not (self.is_finishing or self.copies.place in agents):
             self.heard = boot_time()
             return ""
         return wanted[0]

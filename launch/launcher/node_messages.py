@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import zmq
@@ -53,6 +54,8 @@ class Beat(Struct, frozen=True, tag="beat"):
     made: dict[str, str] = {}  # whole folders of a run that stands here alone, with the digest of their digests
     answered: bytes = b""  # the wish of Orders, once the ranks here have taken or refused it
     changes: bytes = b""  # what they have made of all wishes (`rl/learner/changes.py`)
+    waiting: list[str] = []  # the processes that begin once their files are there
+    came: float = 0.0  # another number whenever something of these has come
 
 
 class Back(Struct, frozen=True, tag="back"):
@@ -68,6 +71,12 @@ class Back(Struct, frozen=True, tag="back"):
     held: dict[str, int]  # as in Orders
 
 
+def digest_in(name: str, files: Mapping[str, File]) -> str:
+    """Of the digests of a folder that is sent; empty where it has none."""
+    listed = files.get(f"{name}/{DIGESTS}")
+    return listed.digest if listed is not None else ""
+
+
 class Sent(Struct, frozen=True, tag="sent"):
     """The answer to Want: the files of the folder; none where it is gone. From the head: a checkpoint that a machine is
     to hold as well."""
@@ -77,9 +86,7 @@ class Sent(Struct, frozen=True, tag="sent"):
 
     @property
     def digest(self) -> str:
-        """Of its digests; empty where it has none."""
-        listed = self.files.get(f"{self.name}/{DIGESTS}")
-        return listed.digest if listed is not None else ""
+        return digest_in(self.name, self.files)
 
 
 class Ask(Struct, frozen=True, tag="ask"):

@@ -50,7 +50,8 @@ class Spec:
 
 class Handle(Protocol):
     """A process that was started. It may have an attribute `why`: what ended it where that is no fault of its own, as
-    the loss of its machine. Then its end does not count as a restart."""
+    the loss of its machine. Then its end does not count as a restart. And it may have an attribute `came`, another
+    number whenever something has come that it needs before it begins: `timeouts.start_s` counts from then."""
 
     def poll(self) -> int | None:
         """Returns None while it runs; then its exit code, or minus the signal that ended it."""

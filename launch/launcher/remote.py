@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -27,6 +28,8 @@ class RemoteHandle:
         self.begin: Begin | None = None
         """For a rank that begins where the ranks did not stand before."""
         self.log_bytes = 0
+        self.came = 0.0
+        """Another number whenever something has come for which it waits: files, or what the ranks are to begin from."""
 
         self._code: int | None = None
         self._lock = lock
@@ -71,14 +74,16 @@ class RemoteHandle:
             os.eventfd_write(self._event_fd, 1)
 
     def read(self, offset: int, data: bytes) -> None:
-        """What follows in its log. A part that was left out has a line instead."""
+        """What follows in its log. A part that was left out has a line instead; one that a full disk does not take is
+        told again."""
         if offset < self.log_bytes:
             return
-        with self.spec.log.open("ab" if self.log_bytes else "wb") as log:
-            if offset > self.log_bytes:
-                log.write(f"\n({offset - self.log_bytes} bytes stand on its machine)\n".encode())
-            log.write(data)
-        self.log_bytes = offset + len(data)
+        left_out = offset - self.log_bytes
+        with contextlib.suppress(OSError):
+            with self.spec.log.open("ab" if self.log_bytes else "wb") as log:
+                log.write(f"\n({left_out} bytes stand on its machine)\n".encode() if left_out else b"")
+                log.write(data)
+            self.log_bytes = offset + len(data)
 
     def as_start(self, gpus: tuple[str, ...]) -> Start:
         """What an agent is told of it. gpus: those that it has there."""

@@ -1,10 +1,15 @@
-"""What a run's folder says of it: how it ended, its rows, its books, and who waited for whom."""
+"""What a run's folder says of it: how it ended, its rows, its books, and who waited for whom.
+
+Files that grow with the run are read line by line, twice: to choose what is shown, and that alone. Memory follows the
+page, for a report is also made in the supervisor's process, beside a learner that needs the memory.
+"""
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -18,10 +23,9 @@ from launch.provenance import FILE as PROVENANCE
 from launch.provenance import flat, read_provenance
 from launch.report.blocks import Arrays
 from launch.report.samples import SamplePage, gather_samples
-from launch.report.tasks import rates, task_facts
+from launch.report.tasks import EVALUATIONS, rates, task_facts
 from launch.report.timeline import Timeline, gather_timeline
-from launch.sittings import read_rows
-from rl.config.damage import read_lines, reading
+from rl.config.damage import lines_at, placed_lines, reading
 from rl.observe.alarms import read_alarms
 from rl.observe.intervals import Z95, paired_bootstrap
 from rl.wire.run import RunFile
@@ -53,16 +57,16 @@ def gather(folder: Path) -> RunPage:
     with reading(folder / PROVENANCE, _WITHOUT):
         origin = read_provenance(folder, run.config)
 
-    rows: list[Row] = []
     with reading(folder / "metrics.jsonl", _WITHOUT):
-        rows = list(read_rows(folder))
+        rows = Rows(folder / "metrics.jsonl")
         facts = _of_rows(rows, run)
     with reading(folder / "evals.jsonl", _WITHOUT):
-        evals = list(read_lines(folder / "evals.jsonl", dict[str, Any]))
-        facts["evaluations"] = evaluations(rows, run, evals)
-        of_tasks = gain(evals), task_facts(evals, samples.facts["episodes"])
+        evals = Evals(folder / "evals.jsonl")
+        facts["evaluations"] = evaluations(rows.evaluated, run, evals)
+        shown = evals.of({*evals.versions[:1], *evals.versions[-EVALUATIONS:]})
+        of_tasks = gain(shown), task_facts(shown, samples.facts["episodes"])
     with reading(folder / "summary.json", _WITHOUT):
-        facts |= _of_summary(folder, run, rows, facts)
+        facts |= _of_summary(folder, run, rows.last, facts)
     with reading(folder / LAB, _WITHOUT):
         facts["lab"] = _json(folder / LAB) or None
 
@@ -71,7 +75,7 @@ def gather(folder: Path) -> RunPage:
         "origin": origin,
         "config": flat(run.config.model_dump(mode="json")),
         "started": run.started_at,
-        "startStep": min([run.start_step, *(int(row["step"]) - 1 for row in rows if "train/loss" in row)]),
+        "startStep": min(run.start_step, rows.first_step - 1),
         "batch": run.config.batch_size,
         "gain": of_tasks[0],
         "tasks": of_tasks[1],
@@ -84,26 +88,84 @@ def gather(folder: Path) -> RunPage:
     return RunPage(facts, {"timeline": timeline.arrays, "samples": samples.arrays})
 
 
-def _of_rows(rows: list[Row], run: RunFile) -> dict[str, Any]:
+class Rows:
+    """What all rows of metrics say together; each has hundreds of numbers, so `trained` reads those that are shown."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._trained = array("q")
+        self.last: Row = {}
+        """Of the last trained batch."""
+        self.first_step: float = math.inf
+        self.evaluated: list[Row] = []
+        """What `evaluations` needs of the rows of evaluations."""
+
+        ages: Counter[int] = Counter()
+        row: Row = {}
+
+        for place, row in placed_lines(path, dict[str, Any]):
+            if "eval/accuracy" in row:
+                self.evaluated.append({name: row[name] for name in ("step", "time", "eval/accuracy")})
+            if "train/loss" in row:
+                self._trained.append(place)
+                self.last = row
+                self.first_step = min(self.first_step, int(row["step"]))
+                ages.update(int(age) for age in row.get("staleness", []))
+
+        self.ended = float(row["time"]) if row else None
+        """The time of the last row."""
+        self.staleness = {str(age): ages[age] for age in sorted(ages)}
+        """Samples by their age."""
+
+    def __len__(self) -> int:
+        """How many batches were trained."""
+        return len(self._trained)
+
+    def trained(self, most: int) -> Iterable[Row]:
+        """The rows of trained batches: at most so many, evenly spread, the last one included."""
+        places: Sequence[int] = self._trained
+        if len(places) > most:
+            places = [places[number] for number in np.linspace(0, len(places) - 1, most).astype(int)]
+        return lines_at(self._path, dict[str, Any], places) if places else ()
+
+
+class Evals:
+    """The episodes of `evals.jsonl`, one version's at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._places: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
+        for place, row in placed_lines(path, dict[str, Any]):
+            self._places[row["version"]].append(place)
+        self.versions = sorted(self._places)
+
+    def of(self, versions: Iterable[int]) -> list[Row]:
+        """In the order in which they ended."""
+        places = sorted(place for version in versions for place in self._places.get(version, ()))
+        return list(lines_at(self._path, dict[str, Any], places)) if places else []
+
+
+def _of_rows(rows: Rows, run: RunFile) -> dict[str, Any]:
     """What the rows of metrics say, the books of a run that could not close them included."""
-    trained = [row for row in rows if "train/loss" in row]
     return {
-        "rows": columns(_thinned(trained, _MOST_ROWS), run),
-        "histograms": histograms(_thinned(trained, _MOST_HISTOGRAMS)),
-        "seconds": float(rows[-1]["time"]) - run.started_at if rows else 0.0,
-        "ledger": ledger(trained[-1] if trained else {}, len(trained), run),
-        "staleness": _staleness(trained),
+        "rows": columns(rows.trained(_MOST_ROWS), run),
+        "histograms": histograms(rows.trained(_MOST_HISTOGRAMS)),
+        "seconds": 0.0 if rows.ended is None else rows.ended - run.started_at,
+        "ledger": ledger(rows.last, len(rows), run),
+        "staleness": rows.staleness,
     }
 
 
-def _of_summary(folder: Path, run: RunFile, rows: list[Row], known: dict[str, Any]) -> dict[str, Any]:
-    """How it ended, and its books; what is `known` without them stands for what they do not say."""
+def _of_summary(folder: Path, run: RunFile, last: Row, known: dict[str, Any]) -> dict[str, Any]:
+    """How it ended, and its books; what is `known` without them stands for what they do not say.
+
+    last: the row of the last trained batch.
+    """
     summary = _json(folder / "summary.json")
     broker = summary.get("broker", {})
-    trained = [row for row in rows if "train/loss" in row]
 
     return {
-        "state": state(folder, run, summary, trained[-1] if trained else {}),
+        "state": state(folder, run, summary, last),
         "error": summary.get("error", ""),
         "seconds": summary.get("seconds") or known["seconds"],
         "ledger": summary.get("ledger") or known["ledger"],
@@ -139,16 +201,22 @@ def is_running(folder: Path) -> bool:
         return True
 
 
-def columns(rows: Sequence[Row], run: RunFile) -> dict[str, list[float | None]]:
+def columns(rows: Iterable[Row], run: RunFile) -> dict[str, list[float | None]]:
     """The columns by name, with an entry for each row; `reward/low` and `reward/high` are the 95 % interval of a
     batch's mean reward."""
-    for row in rows:
+    found: dict[str, list[float | None]] = {}
+    count = 0
+    for count, row in enumerate(rows, 1):
         row["seconds"] = row["time"] - run.started_at
         if rewards := row.get("histogram/reward"):
             row |= reward_interval(rewards, run.config.rollout.group_size)
 
-    names = dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, list))
-    return {name: [row.get(name) for row in rows] for name in names}
+        for name, value in row.items():
+            if not isinstance(value, list):
+                column = found.setdefault(name, [])
+                column += [None] * (count - 1 - len(column))  # the rows before that did not have it
+                column.append(value)
+    return {name: column + [None] * (count - len(column)) for name, column in found.items()}
 
 
 def reward_interval(rewards: Sequence[float], group_size: int) -> Row:
@@ -161,29 +229,28 @@ def reward_interval(rewards: Sequence[float], group_size: int) -> Row:
     return {"reward/low": float(groups.mean()) - half, "reward/high": float(groups.mean()) + half}
 
 
-def histograms(rows: Sequence[Row]) -> dict[str, Any]:
+def histograms(rows: Iterable[Row]) -> dict[str, Any]:
     """The histograms by name: the common edges, and the counts of each row."""
-    found: dict[str, Any] = {"steps": [row["step"] for row in rows]}
-    for name in sorted({name for row in rows for name in row if name.startswith("histogram/")}):
-        every = np.concatenate([np.asarray(row.get(name, []), np.float64) for row in rows])
-        edges = np.histogram_bin_edges(every, _BINS)
-        counts = [np.histogram(row.get(name, []), edges)[0].tolist() for row in rows]
+    found: dict[str, Any] = {"steps": []}
+    drawn: list[dict[str, np.ndarray]] = []
+    for row in rows:
+        found["steps"].append(row["step"])
+        own = {name: value for name, value in row.items() if name.startswith("histogram/")}
+        drawn.append({name: np.asarray(value, np.float64) for name, value in own.items()})
+
+    for name in sorted({name for each in drawn for name in each}):
+        values = [each.get(name, np.zeros(0)) for each in drawn]
+        edges = np.histogram_bin_edges(np.concatenate(values), _BINS)
+        counts = [np.histogram(each, edges)[0].tolist() for each in values]
         found[name.removeprefix("histogram/")] = {"edges": edges.tolist(), "counts": counts}
     return found
 
 
-def evaluations(rows: Sequence[Row], run: RunFile, evals: Sequence[Row]) -> list[Row]:
+def evaluations(rows: Sequence[Row], run: RunFile, evals: Evals) -> list[Row]:
     """The evaluations, each with 95 % intervals over its tasks, as a whole and by held-out set."""
-    by_version: defaultdict[int, list[Row]] = defaultdict(list)
-    for episode in evals:
-        by_version[episode["version"]].append(episode)
-
     found = []
     for row in rows:
-        if "eval/accuracy" not in row:
-            continue
-
-        episodes = by_version[row["step"]]
+        episodes = evals.of([row["step"]])
         labels = sorted({episode.get("label", "") for episode in episodes})
         sets = {label: rates(each for each in episodes if each.get("label", "") == label) for label in labels}
         whole = rates(episodes) if episodes else {"avg": (row["eval/accuracy"], 0.0, 1.0)}
@@ -219,19 +286,6 @@ def ledger(last: Row, steps: int, run: RunFile) -> dict[str, dict[str, float]] |
     counts |= {name: last.get(f"broker/{name}_samples", 0) for name in ends}
     counts["trained"] = steps * run.config.batch_size
     return {"samples": {"issued": sum(counts.values())} | counts}
-
-
-def _staleness(rows: Sequence[Row]) -> dict[str, int]:
-    """Samples by their age."""
-    counts = Counter(int(age) for row in rows for age in row.get("staleness", []))
-    return {str(age): counts[age] for age in sorted(counts)}
-
-
-def _thinned(rows: list[Row], most: int) -> list[Row]:
-    """Entries that are evenly spread, the last one included."""
-    if len(rows) <= most:
-        return rows
-    return [rows[place] for place in np.linspace(0, len(rows) - 1, most).astype(int)]
 
 
 def _json(path: Path) -> dict[str, Any]:

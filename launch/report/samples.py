@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 
 from launch.report.blocks import Arrays
 from launch.report.tasks import types_of
-from rl.store.samples import Sample, Trained, read_samples, read_trained
+from rl.store.samples import Sample, SampleFiles, Trained, read_trained
 from rl.wire.run import RunFile
 from rollout.episodes.pieces import Pieces
 from rollout.episodes.tokenizer import TokenizerError, load_tokenizer
@@ -40,16 +40,17 @@ def known_pieces(run: RunFile) -> Pieces:
 
 def gather_samples(folder: Path, run: RunFile) -> SamplePage:
     """The samples to show: of the episodes that were kept as many as fit, in whole groups, evenly spread over the
-    run."""
-    every = list(read_samples(folder))
-    shown = chosen(every, MOST_TOKENS)
-    trained = read_trained(folder)
+    run. Every sample is read once to choose, and those that are shown again: memory holds no other's tokens."""
+    files = SampleFiles(folder)
+    numbers, kept = chosen(files.read(range(len(files))), MOST_TOKENS)
+    shown = [sample for _, sample in files.read(numbers)]
+    trained = read_trained(folder, {sample.ticket_id for sample in shown})
 
     ids = np.array([id for sample in shown for id in sample.token_ids], np.uint32)
     vocabulary, places = np.unique(ids, return_inverse=True)
     pieces = known_pieces(run)
     facts = {
-        "kept": len(every),
+        "kept": kept,
         "episodes": [_episode(sample, trained.get(sample.ticket_id), pieces) for sample in shown],
         "texts": [pieces.text(id) for id in vocabulary.tolist()],
     }
@@ -67,22 +68,26 @@ def gather_samples(folder: Path, run: RunFile) -> SamplePage:
     return SamplePage(facts, arrays)
 
 
-def chosen(samples: Sequence[Sample], most_tokens: int) -> list[Sample]:
-    """Whole groups (an evaluation of one version is one), every n-th where not all fit."""
-    group_of = [
-        ("eval", max(sample.versions, default=-1)) if sample.kind == "eval" else ("train", sample.group_id)
-        for sample in samples
-    ]
-    sizes: Counter[tuple[str, int]] = Counter()
-    for group, sample in zip(group_of, samples, strict=True):
-        sizes[group] += len(sample.token_ids)
+def chosen(samples: Iterable[tuple[int, Sample]], most_tokens: int) -> tuple[list[int], int]:
+    """The numbers of those to show, and of how many: whole groups (an evaluation of one version is one), every n-th
+    where not all fit."""
+    places: dict[tuple[str, int], int] = {}  # of a group among the groups
+    sizes: list[int] = []
+    numbers = array("q")
+    group_of = array("q")
+    for number, sample in samples:
+        group = ("eval", max(sample.versions, default=-1)) if sample.kind == "eval" else ("train", sample.group_id)
+        place = places.setdefault(group, len(places))
+        if place == len(sizes):
+            sizes.append(0)
+        sizes[place] += len(sample.token_ids)
+        numbers.append(number)
+        group_of.append(place)
 
-    groups = list(sizes)
     stride = 1
-    while sum(sizes[group] for group in groups[::stride]) > most_tokens and stride < len(groups):
+    while sum(sizes[::stride]) > most_tokens and stride < len(sizes):
         stride += 1
-    kept = set(groups[::stride])
-    return [sample for group, sample in zip(group_of, samples, strict=True) if group in kept]
+    return [number for number, place in zip(numbers, group_of, strict=True) if place % stride == 0], len(numbers)
 
 
 def _episode(sample: Sample, trained: Trained | None, pieces: Pieces) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from rl.observe.intervals import over_tasks, success_rates
 
 _MOST = 12
-_EVALUATIONS = 3  # over so many of the newest ones a task counts as hard
+EVALUATIONS = 3  # over so many of the newest ones a task counts as hard
 _OF_TYPE = "success_"
 Row = dict[str, Any]
 
@@ -29,7 +29,7 @@ def types_of(info: Mapping[str, float], label: str = "") -> list[str]:
 def task_facts(evals: Sequence[Row], episodes: Iterable[Row]) -> dict[str, Any]:
     """What the page shows. evals: the lines of `evals.jsonl`; episodes: those whose conversations were kept."""
     versions = sorted({row["version"] for row in evals})
-    newest = [row for row in evals if row["version"] in versions[-_EVALUATIONS:]]
+    newest = [row for row in evals if row["version"] in versions[-EVALUATIONS:]]
     trained = [row for row in episodes if row["kind"] == "train" and not row["unrewarded"]]
     return {
         "types": _by_type(evals, versions),

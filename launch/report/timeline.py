@@ -1,4 +1,4 @@
-"""The trace of a run as bars in lanes.
+"""The trace of a run as bars in lanes. Memory follows the bars that are shown, however long the trace is.
 
 A lane is a process, a row of it a seat: an episode, request or span that overlaps another one gets a row of its own.
 Bars of one row and one layer do not overlap, so the page finds those of a window by bisection. The layers are episodes,
@@ -8,6 +8,7 @@ and the parts that lie upon them.
 from __future__ import annotations
 
 import heapq
+import math
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ _ENDS = ["trained", "evaluated", "stale", "redundant", "filtered", "settled", "f
 _PARTS = ["reset", "generate", "step", "prefill", "decode", "load"]
 KINDS = [*_ENDS, *_PARTS]
 MOST_BARS = 1_500_000
+_SPARE = 4  # a fourth more are held, before the shortest are left out
 _KIND = {name: number for number, name in enumerate(KINDS)}
 _ROLES = ("learner", "generator", "env_server")
 _MOST_REASONS = 12
@@ -79,10 +81,18 @@ class Lane:
 _REFS = 1 << 32  # a resumed run's tickets begin at a multiple of it, and are counted from there
 
 
+Work = tuple[int, float, float]
+"""How many bars, their seconds, and the longest."""
+
+
 class Bars:
-    """The columns of one layer."""
+    """The columns of one layer: of its longest bars."""
 
     def __init__(self) -> None:
+        self.first = math.inf
+        """The first begin."""
+        self._left_out = 0
+        self._work: dict[tuple[Lane, int], Work] = {}  # of those that were left out
         self.lane: list[Lane] = []
         self.row = array("H")
         self.begin = array("d")
@@ -90,7 +100,15 @@ class Bars:
         self.kind = array("B")
         self.ref = array("d")  # a ticket of a resumed run has more than 32 bits
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the next one makes the shortest be left out."""
+        return len(self.lane) >= MOST_BARS + MOST_BARS // _SPARE
+
     def add(self, bar: OpenBar, end: float) -> None:
+        if self.is_full:
+            self._leave_out()
+        self.first = min(self.first, bar.begin)
         self.lane.append(bar.lane)
         self.row.append(bar.row)
         self.begin.append(bar.begin)
@@ -105,9 +123,8 @@ class Bars:
         """
         row = np.array([offsets[lane] for lane in self.lane], np.uint32) + np.frombuffer(self.row, np.uint16)
         begin = np.frombuffer(self.begin, np.float64)
-        length = np.frombuffer(self.end, np.float64) - begin
-        left_out = max(0, len(row) - MOST_BARS)
-        kept = np.sort(np.argpartition(length, left_out)[left_out:]) if left_out else np.arange(len(row))
+        length = self._seconds()
+        kept = self._longest()
         order = kept[np.lexsort((begin[kept], row[kept]))]
 
         # Ticks are whole numbers, so their distances can be summed up again without an error.
@@ -124,7 +141,47 @@ class Bars:
             "ref": (np.frombuffer(self.ref, np.float64)[order] % _REFS).astype(np.uint32),
             "rows": starts,
         }
+        left_out = self._left_out + len(row) - len(kept)
         return {f"{name}.{column}": values for column, values in columns.items()}, left_out
+
+    def work(self) -> dict[tuple[Lane, int], Work]:
+        """Of all bars by lane and kind, also of those that were left out."""
+        found = dict(self._work)
+        self._add_work(found, np.arange(len(self.lane)))
+        return found
+
+    def _add_work(self, found: dict[tuple[Lane, int], Work], places: np.ndarray) -> None:
+        numbers = {lane: number for number, lane in enumerate(dict.fromkeys(self.lane))}
+        lanes = list(numbers)
+        lane = np.array([numbers[lane] for lane in self.lane], np.int64)[places]
+        kind = np.frombuffer(self.kind, np.uint8)[places]
+        seconds = self._seconds()[places]
+
+        for number, code in np.unique(np.stack([lane, kind]), axis=1).T.tolist():
+            own = seconds[(lane == number) & (kind == code)]
+            count, summed, longest = found.get((lanes[number], code), (0, 0.0, 0.0))
+            now = count + len(own), summed + float(own.sum()), max(longest, float(own.max()))
+            found[lanes[number], code] = now
+
+    def _seconds(self) -> np.ndarray:
+        return np.frombuffer(self.end, np.float64) - np.frombuffer(self.begin, np.float64)
+
+    def _longest(self) -> np.ndarray:
+        """The places of as many as are shown, in their order."""
+        excess = max(0, len(self.lane) - MOST_BARS)
+        return np.sort(np.argpartition(self._seconds(), excess)[excess:]) if excess else np.arange(len(self.lane))
+
+    def _leave_out(self) -> None:
+        """The shortest ones; they go on to count as work."""
+        kept = self._longest()
+        left = np.setdiff1d(np.arange(len(self.lane)), kept)
+        self._left_out += len(left)
+        self._add_work(self._work, left)
+
+        self.lane = [self.lane[place] for place in kept.tolist()]
+        for name in ("row", "begin", "end", "kind", "ref"):
+            column = getattr(self, name)
+            setattr(self, name, array(column.typecode, np.asarray(column)[kept].tobytes()))
 
 
 @dataclass(frozen=True)
@@ -257,8 +314,18 @@ class Builder:
 
     def _leave_seat(self, ticket: int, now: float) -> None:
         if seat := self._seats.pop(ticket, None):
+            if self._episodes.is_full:
+                self._note_ends()
             self._episodes.add(seat, now)
             seat.lane.give(seat.row)
+
+    def _note_ends(self) -> None:
+        """Give each episode's bar the end of its ticket, and forget it; what is told later of a ticket counts."""
+        kinds = self._episodes.kind
+        for number, ticket in enumerate(self._episodes.ref):
+            kinds[number] = self._ends.get(int(ticket), kinds[number])
+        for ticket in self._episodes.ref:
+            self._ends.pop(int(ticket), None)
 
     def _close(self, key: tuple[Any, ...], now: float) -> OpenBar | None:
         bar = self._open.pop(key, None)
@@ -294,8 +361,7 @@ class Builder:
             rows += self._lanes[name].rows
 
         tick_s = max(1e-6, self._last / (_NO_REF - 1))
-        for number, ticket in enumerate(self._episodes.ref):
-            self._episodes.kind[number] = self._ends.get(int(ticket), _KIND["open"])
+        self._note_ends()
         episodes, no_episodes = self._episodes.arrays("episodes", offsets, rows, tick_s)
         parts, no_parts = self._parts.arrays("parts", offsets, rows, tick_s)
 
@@ -307,7 +373,7 @@ class Builder:
             "marks": sorted(self._marks),
             "kinds": list(self._kinds),
             "tick": tick_s,
-            "first": min(self._first_of(self._episodes), self._first_of(self._parts)),
+            "first": max(0.0, min(self._episodes.first, self._parts.first, self._last)),
             "seconds": self._last,
             "events": self._events,
             "leftOut": no_episodes + no_parts,
@@ -324,20 +390,12 @@ class Builder:
 
     def _work(self, names: list[tuple[str, int]]) -> list[dict[str, Any]]:
         """The work of each lane, by kind of part: how many, their mean and the longest in seconds."""
-        parts = self._parts
-        numbers = {self._lanes[name]: number for number, name in enumerate(names)}
-        lane = np.array([numbers[lane] for lane in parts.lane])
-        kind = np.frombuffer(parts.kind, np.uint8)
-        seconds = np.frombuffer(parts.end, np.float64) - np.frombuffer(parts.begin, np.float64)
-
-        found: list[dict[str, Any]] = [{} for _ in names]
-        for number, code in np.unique(np.stack([lane, kind]), axis=1).T.tolist():
-            own = seconds[(lane == number) & (kind == code)]
-            found[number][list(self._kinds)[code]] = (len(own), float(own.mean()), float(own.max()))
-        return found
-
-    def _first_of(self, bars: Bars) -> float:
-        return max(0.0, min(bars.begin, default=self._last))
+        kinds = list(self._kinds)
+        work = sorted(self._parts.work().items(), key=lambda each: each[0][1])
+        found: dict[Lane, dict[str, Any]] = {self._lanes[name]: {} for name in names}
+        for (lane, kind), (count, seconds, longest) in work:
+            found[lane][kinds[kind]] = (count, seconds / count, longest)
+        return list(found.values())
 
     def _waits(self) -> list[dict[str, Any]]:
         """The waits over all incarnations of a process."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +14,8 @@ from rl.config.failures import EndsRun
 from rl.config.tree import ConfigError
 
 T = TypeVar("T")
+_CHUNK = 1 << 20
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
 RESUME = "begin the run anew, or with resume=CHECKPOINT"
 
 
@@ -35,14 +38,41 @@ def reading(path: Path, remedy: str) -> Iterator[None]:
 
 
 def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
-    """The whole lines of a file that can be read; of one that is not there, or is no file, none."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    yield from readable((line for line in lines if line.endswith(b"\n")), kind)
+    """The whole lines of a file that can be read, one at a time; of one that is not there, or is no file, none."""
+    return (found for _, found in placed_lines(path, kind))
+
+
+def placed_lines(path: Path, kind: type[T]) -> Iterator[tuple[int, T]]:
+    """`read_lines`, each with its place in the file, at which `lines_at` finds it again.
+
+    A line that is still being written ends the reading: what comes behind its first half is no line.
+    """
+    if not path.is_file():
+        return
+    decoder = msgspec.json.Decoder(kind)
+    place = 0
+    with path.open("rb", buffering=_CHUNK) as file:
+        for line in itertools.takewhile(lambda line: line.endswith(b"\n"), file):
+            with contextlib.suppress(*_UNREADABLE):
+                yield place, decoder.decode(line)
+            place += len(line)
+
+
+def lines_at(path: Path, kind: type[T], places: Iterable[int]) -> Iterator[T]:
+    """The lines at these places, as far as they can be read as this kind."""
+
+    def lines() -> Iterator[bytes]:
+        for place in places:
+            file.seek(place)
+            yield file.readline()
+
+    with path.open("rb") as file:
+        yield from readable(lines(), kind)
 
 
 def readable(lines: Iterable[bytes], kind: type[T]) -> Iterator[T]:
     """The lines of JSON that can be read: a killed process leaves half of one, a bad disk any other."""
     decoder = msgspec.json.Decoder(kind)
     for line in lines:
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        with contextlib.suppress(*_UNREADABLE):
             yield decoder.decode(line)

@@ -87,7 +87,7 @@ class GeneratorConfig(Section):
     tensor_parallel: int = Field(1, ge=1)
     """GPUs of one generator."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Dtype of the engine, and of the weights on the wire."""
+    """Dtype of the engine, but not of its logits, which are float32; and of the weights on the wire."""
     max_model_len: int = Field(2048, ge=16)
     """Longest context (prompt and response), in tokens."""
     max_num_seqs: int = Field(64, ge=1, le=1_000_000)
@@ -169,7 +169,7 @@ class LearnerConfig(Section):
 
     threads: Annotated[int, Where("CPUs")] = Field(1, ge=1)
     """CPU threads of one rank."""
-    checkpoint_every: int = Field(0, ge=0)
+    checkpoint_every: int = Field(100, ge=0)
     """Steps between checkpoints; 0: only at the end."""
     checkpoints: Literal["blocking", "background"] = "blocking"
     """`background`: training goes on while a checkpoint is written from a copy in the host's memory."""
@@ -320,7 +320,8 @@ class Config(Section):
     """Longest time of training, that before a `resume` included, without the first evaluation: the first batch complete
     after it is the last."""
     max_restarts: Annotated[int, Where("supervisor")] = Field(3, ge=0)
-    """Times that each process is started again after a death, all ranks together, before the run stops."""
+    """Restarts of each process within an hour, ranks counted together, where older ones count until a step is trained;
+    one more death ends the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines and ranks run; `auto` is cuda where the driver lists a GPU."""
     placement: Literal["auto", "apart", "shared", "alternate"] = "auto"
@@ -439,6 +440,11 @@ class Config(Section):
     def batch_size(self) -> int:
         """N = B * G: samples of one batch."""
         return self.rollout.groups_per_batch * self.rollout.group_size
+
+    @property
+    def episode_tokens(self) -> int:
+        """Most tokens that an episode of one context can generate."""
+        return min(self.sampling.max_tokens * self.env.max_turns, self.generator.max_model_len)
 
 
 def load_config(path: str | Path | None, overrides: list[str] | None = None) -> Config:

@@ -34,7 +34,7 @@ class Algorithm:
     regularisation: Regularisation
     aggregation: Aggregation
     mask_truncated: bool
-    max_tokens: int  # most tokens that an episode can generate
+    max_tokens: int  # most tokens that an episode of one context can generate
     reward_kl: KLConfig | None  # charged to the rewards
     reference: str | None  # `start` or a folder
     critic: CriticConfig | None
@@ -58,7 +58,7 @@ def make_algorithm(config: Config) -> Algorithm:
     loss = make_loss(load("algo.loss", algo.loss, registered("loss")), algo.options)
     advantage, chosen = split_named(algo.advantage or loss.spec.advantage)
     estimator = make_estimator(load("algo.advantage", advantage, registered("advantage")), chosen)
-    max_tokens = config.sampling.max_tokens * config.env.max_turns
+    max_tokens = config.episode_tokens
     shapings = tuple(
         make_shaping(load(f"algo.shaping.{index}", name, registered("shaping")), options)
         for index, (name, options) in enumerate(map(split_named, algo.shaping))

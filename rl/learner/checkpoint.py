@@ -129,7 +129,7 @@ class Background:
                 writing.result(self._deadline_s)
         except TimeoutError:
             me = f"learner.{dist.get_rank()} waited {self._deadline_s:g} s for its checkpoint to be written"
-            raise WaitExpired(f"{me} (timeouts.hang_s)") from None
+            raise WaitExpired(f"{me} (its bytes at 50 MB/s, and timeouts.hang_s)") from None
 
     def _complete(self, written: Future[Any], meta: Meta, journal: bytes, keep: int) -> None:
         written.result()

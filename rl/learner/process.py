@@ -37,12 +37,14 @@ from rl.learner.tensor_digests import tensor_digests
 from rl.learner.token_log import TokenLog
 from rl.learner.trainer import Trainer, export_adapter
 from rl.learner.update import UpdateStats
+from rl.models.compiled import while_compiling
 from rl.models.loading import weight_files
 from rl.models.team import make_mesh, make_team
 from rl.store.checkpoint_folder import CheckpointError, Meta
 from rl.store.digests import digest_of
 from rl.store.samples import LineFile
 from rl.store.version_digests import FILE, VersionDigests
+from rl.wire.effort import watched_work
 from rl.wire.messages import BatchPart
 from rl.wire.process import Process, WaitExpired, leave
 from rl.wire.run import context_from_command_line, numeric
@@ -90,8 +92,9 @@ def train(learner: Learner, client: Client) -> None:
     if (step := client.to_be_saved) is not None:
         with client.span("save"):
             learner.save(client, step)
-    with client.span("export"):
-        learner.export(done)
+    if learner.config.steps:  # an evaluation alone has its model already
+        with client.span("export"):
+            learner.export(done)
     client.finish()
 
 
@@ -111,6 +114,8 @@ class Learner:
         torch.manual_seed(self.config.seed)
         me = f"learner.{process.index}.{process.incarnation}"
         self.token_log = TokenLog(run.folder, me, run.config.tracking.samples)
+        if self.config.learner.compile:
+            while_compiling(lambda: watched_work(process))
 
         self.trainer = Trainer(
             self.config,
@@ -120,6 +125,7 @@ class Learner:
             team=make_team(run.learner_device, self.config.learner.context_parallel),
             device=run.learner_device,
             before_forward=self._advance,
+            before_layer=self._count,
             at_rest=self.config.alternates,
         )
         self.trainer.observed_by(self.token_log)
@@ -142,8 +148,7 @@ class Learner:
         self.apart = ranks_apart(run.folder)
         self.background: checkpoint.Background | None = None
         if self.config.learner.checkpoints == "background":
-            hang_s = self.config.timeouts.hang_s
-            self.background = checkpoint.Background(run.folder / "checkpoints", hang_s, self.apart)
+            self.background = checkpoint.Background(run.folder / "checkpoints", run.save_s, self.apart)
 
     def _watch(self) -> None:
         """Guards that know of no step yet."""
@@ -203,10 +208,13 @@ class Learner:
     def _settle(self, step: int) -> None:
         settle(self.config.learner, self._began, set_at(read_changes(self.run.folder), step))
 
-    def _advance(self, *_: object) -> None:
-        """Count progress and obey a stop before every forward: one pack is the grain at which a hang is noticed and a
-        stop is obeyed."""
+    def _count(self, *_: object) -> None:
+        """A layer is the grain at which a hang is noticed: a sample of 32k tokens may take minutes."""
         self._process.progress += 1
+
+    def _advance(self, *_: object) -> None:
+        """Obey a stop before every forward: one pack is the grain."""
+        self._count()
         if self._process.stopping:
             raise Stopped("told to stop during training")
 
@@ -271,7 +279,8 @@ def _threads(config: Config, device: str) -> int:
 def join_ranks(process: Process) -> DeviceMesh | None:
     """Join the process group of this incarnation of the ranks, and what `make_mesh` gives for it.
 
-    A rank may wait as long as another one waits for its batch, and then some: that wait is the one to report.
+    A rank may wait as long as another one waits for its batch, or saves, and then some: that wait is the one to report.
+    So may a rank that another machine begins only once it has fetched what it needs, which the supervisor watches.
     """
     run = process.run
     ranks = run.config.learner.ranks
@@ -280,8 +289,8 @@ def join_ranks(process: Process) -> DeviceMesh | None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     backend = "gloo" if run.learner_device == "cpu" else "cpu:gloo,cuda:nccl"
-    timeout = timedelta(seconds=run.config.learner.batch_deadline_s + run.config.timeouts.hang_s)
-    store = _meeting_place(process)
+    timeout = timedelta(seconds=run.config.learner.batch_deadline_s + run.save_s)
+    store = _meeting_place(process, timeout)
 
     if run.learner_device == "cuda":
         torch.cuda.set_device(0)  # the only one that it is shown; a mesh would guess
@@ -289,7 +298,7 @@ def join_ranks(process: Process) -> DeviceMesh | None:
     return make_mesh(run.config, run.learner_device, ranks)
 
 
-def _meeting_place(process: Process) -> dist.Store:
+def _meeting_place(process: Process, timeout: timedelta) -> dist.Store:
     """Where the ranks meet: on one machine a file that only its owner can open; between machines rank 0 serves it, and
     says where."""
     run = process.run
@@ -303,16 +312,16 @@ def _meeting_place(process: Process) -> dist.Store:
     if process.index == 0:
         listener = socket.create_server((numeric(run.host), 0))  # of its own accord it listens on all interfaces
         port, listens = listener.getsockname()[1], listener.detach()
-        served = dist.TCPStore(run.host, port, ranks, is_master=True, wait_for_workers=False, master_listen_fd=listens)
+        served = dist.TCPStore(run.host, port, ranks, True, timeout, wait_for_workers=False, master_listen_fd=listens)
         run.addresses.bound(name, f"{run.host}:{served.port}")
         return served
 
-    deadline_s = run.config.timeouts.start_s
+    deadline_s = timeout.total_seconds()
     found = run.addresses.wait_for(name, deadline_s)
     if found is None:
-        raise WaitExpired(f"learner.{process.index} waited {deadline_s:g} s for learner.0 (timeouts.start_s)")
+        raise WaitExpired(f"learner.{process.index} waited {deadline_s:g} s for learner.0 (learner.batch_deadline_s)")
     host, _, port = found.rpartition(":")
-    return dist.TCPStore(host, int(port), ranks, is_master=False)
+    return dist.TCPStore(host, int(port), ranks, False, timeout)
 
 
 def _interface(host: str) -> str | None:

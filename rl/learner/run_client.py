@@ -520,6 +520,8 @@ class RunClient(Client):
             if isinstance(message, messages.BatchUnderway):
                 begin = self._clock()
                 return
+            if isinstance(message, messages.LongBatchPart):
+                message = message.joined()
             if not isinstance(message, kind):
                 raise ProtocolError(f"{type(message).__name__} instead of the {what}")
             arrived.append(message)

@@ -75,6 +75,7 @@ class RowsClient(Client):
             self._summary["held_out_loss"] = {"first": loss} | self._summary.get("held_out_loss", {}) | {"last": loss}
             if self.rank == 0:
                 self.process.send(Metrics(n, {"eval/loss": loss}))
+        self.process.busy = False  # what comes before the next batch is files, and a slow disk is no hang
         return True
 
     def take_devices(self) -> None:

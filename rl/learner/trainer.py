@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config.lora import LoraOptions, lora_options
@@ -81,6 +81,26 @@ def export_adapter(policy: Policy, options: LoraOptions, config: Config, start: 
     checkpoint.export_adapter(adapter(policy.model), told, folder)
 
 
+def _by_rows(gradient: Tensor) -> Tensor:
+    """What has the same norm. A CPU adds up the squares of a whole tensor in eight numbers of float32, one behind the
+    other: of 152k x 2 048 that is 5 % too little. So it does each row by itself."""
+    is_large = gradient.device.type == "cpu" and gradient.ndim > 1
+    return torch.linalg.vector_norm(gradient, dim=-1) if is_large else gradient
+
+
+def _watch_layers(model: PackedModel, tell: Callable[..., None]) -> None:
+    """`tell` is called before each layer's forward and backward."""
+
+    def computed(_: nn.Module, __: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(tell)
+
+    for layer in model.decoder.layers:
+        layer.register_forward_pre_hook(tell)
+        layer.register_forward_hook(computed)
+
+
 class Optimizer:
     """AdamW with warm-up and decay of the learning rate, and clipping by the global gradient norm.
 
@@ -120,7 +140,9 @@ class Optimizer:
         """
         if self._host is not None:
             self._host.fetch_gradients()
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
+        gradients = [_by_rows(each.grad) for each in self._parameters if each.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        torch.nn.utils.clip_grads_with_norm_(self._parameters, self._config.max_grad_norm, norm)
         grad_norm = float(whole(norm))
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient norm of step {batch_step} is {grad_norm}")
@@ -139,7 +161,8 @@ class Optimizer:
 
 
 class Trainer:
-    """`before_forward` is called before every forward of any of the models."""
+    """`before_forward` is called before every forward of any of the models, `before_layer` before each of its layers,
+    also where a backward computes it again. Before the backward of a layer it is called as well."""
 
     def __init__(
         self,
@@ -151,6 +174,7 @@ class Trainer:
         team: Team | None = None,
         device: str = "cpu",
         before_forward: Callable[..., None] | None = None,
+        before_layer: Callable[..., None] | None = None,
         at_rest: bool = False,
     ) -> None:
         """folder: the starting weights. team: ranks that get the same batch parts, and compute each pack together.
@@ -195,8 +219,11 @@ class Trainer:
             settings = config.learner.model_copy(update={"lr": critic.lr})
             self._critic_weights, self.critic_optimizer = self._held(self.critic, settings)
 
-        for model in self._models() if before_forward is not None else ():
-            model.register_forward_pre_hook(before_forward)
+        for model in self._models():
+            if before_forward is not None:
+                model.register_forward_pre_hook(before_forward)
+            if before_layer is not None:
+                _watch_layers(model, before_layer)
 
     @cached_property
     def moves(self) -> Moves:

@@ -6,6 +6,7 @@ Lengths are symbols in compiled code: packs of new lengths compile nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, ExitStack
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -47,6 +48,22 @@ def compile_layers(decoder: Any, apart: Collection[nn.Module] = ()) -> None:
         each.forward = left_alone(each.forward)
     for layer in decoder.layers:
         layer.forward = _compile(layer.forward, BACKEND)
+
+
+def while_compiling(watch: Callable[[], AbstractContextManager[None]]) -> None:
+    """From now on torch compiles inside of what `watch` gives, in the thread that compiles: a layer takes tens of
+    seconds, in which nothing else of its process advances."""
+    inside = ExitStack()
+
+    def begin(*_: object) -> None:  # older versions of torch tell nothing
+        inside.enter_context(watch())
+
+    def end(*_: object) -> None:
+        inside.close()
+
+    compilations = torch._dynamo.callback.callback_handler
+    compilations.register_start_callback(begin)
+    compilations.register_end_callback(end)
 
 
 @cache

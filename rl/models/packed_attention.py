@@ -20,6 +20,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from rl.models.compiled import asked_once, left_alone
 from rl.models.layout import Run, Spans
+from rl.models.shared_rows import rows_of
 from rl.models.team import Team
 
 NAME = "packed"
@@ -65,7 +66,7 @@ def packed_attention(
         q, k, v = team.to_heads(q, k, v, segments.tokens)
     chosen = _kernel(kernel, v.device, v.dtype, v.shape[-1])
     if segments.keys is not None:
-        k, v = k.index_select(0, segments.keys), v.index_select(0, segments.keys)
+        k, v = rows_of(k, segments.keys), rows_of(v, segments.keys)
     found = _KERNELS[chosen](q, k, v, segments, scaling, sliding_window)  # (C, heads, d)
     return (found if team is None else team.to_tokens(found))[None], None
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
 from transformers import AutoConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -39,6 +40,7 @@ from rl.models.packing import Pack
 from rl.models.protocol import Exported, ModelOptions, Placement, PolicyOutput, holding, local, whole
 from rl.models.routers import Routers
 from rl.models.shape import logprob_chunk
+from rl.models.shared_rows import rows_of
 from rl.wire.columns import ROUTED_EXPERTS
 
 M = TypeVar("M", bound="PackedModel")
@@ -170,7 +172,10 @@ class PackedModel(nn.Module):
             **self._routing(pack, layout),
         )
         hidden: Tensor = output.last_hidden_state[0]
-        return hidden.index_select(0, layout.rows)
+
+        if layout.segments.keys is None:  # no row is read twice
+            return hidden.index_select(0, layout.rows)
+        return rows_of(hidden, layout.rows)
 
     def _routing(self, pack: Pack, layout: Layout) -> dict[str, Tensor]:
         """(C, layers, k) of each token that is computed: an entry stands at the token that its position predicts."""
@@ -340,5 +345,7 @@ class Critic(PackedModel):
     def forward(self, pack: Pack) -> Tensor:
         """See `rl.models.protocol`."""
         layout = self.layout_of(pack)
-        values = self.head(self.contexts(pack, layout))[:, 0].float()  # (S,)
+        # In float32: values that differ by less than 1 % of their level would be equal in bfloat16.
+        head = self.head.weight.float(), self.head.bias.float()
+        values = functional.linear(self.contexts(pack, layout).float(), *head)[:, 0]  # (S,)
         return self._at_targets(values, pack, layout)

@@ -6,6 +6,7 @@ measurements on GPUs (`experiments/gpu`) ask here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from rl.wire.columns import EXPERT_COUNTS
 
 _MASTER = 4  # bytes of a number in float32
 _LOGITS = 1 << 29  # bytes of a chunk's logits on a GPU
+_TIED = ("gemma3_text", "smollm3", "starcoder2")  # by themselves: their files may leave that out
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -81,7 +83,7 @@ class ModelShape:
             head_dim=number("head_dim", hidden // heads),
             width=width,
             vocabulary=number("vocab_size"),
-            tied=bool(told.get("tie_word_embeddings")),
+            tied=bool(told.get("tie_word_embeddings", told.get("model_type") in _TIED)),
             max_length=told.get("max_position_embeddings"),
             chosen=chosen,
             active=active,
@@ -105,9 +107,27 @@ class ModelShape:
         return self.layers * self.layer + self.matrix * (1 if self.tied else 2)
 
     @property
+    def valuing(self) -> int:
+        """Parameters of a critic of this shape, whose head gives one number."""
+        return self.layers * self.layer + self.matrix
+
+    @property
     def served(self) -> int:
         """Parameters as an engine on a CPU holds them: a tied head is given its own."""
         return self.layers * self.layer + 2 * self.matrix
+
+    def locked(self, ranks: int) -> float:
+        """Bytes of the host for a byte of the model in locked pages. Torch rounds up each tensor to a power of two, or
+        each part of it, where so many ranks have it."""
+        queries = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
+        matrices = [(self.layers * 2, self.hidden * queries), (self.layers * 2, self.hidden * keys)]
+        matrices += [(self.layers * 3, self.hidden * self.width - self.experts // 3), (2 - self.tied, self.matrix)]
+        matrices += [(self.layers, self.experts // 3), (self.layers, 2 * self.experts // 3)]  # of all experts as one
+
+        parts = [(count, math.ceil(size / ranks)) for count, size in matrices if size]
+        rounded = sum(count * (1 << (size - 1).bit_length()) for count, size in parts)
+        return rounded / sum(count * size for count, size in parts)
 
     def adapters(self, rank: int, targets: Collection[str] | None = None) -> int:
         """Parameters of adapters beside the layers of these names; None: beside all but the head. A name that is not

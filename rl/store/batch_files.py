@@ -1,13 +1,15 @@
 """Batches on disk: what the broker sent to the learner since its newest checkpoint, to train it again after its death.
 
-One file per step and rank, `<run>/batches/<step>.<rank>.msgpack`: a digest (xxh3-128) and the frames of the
-BatchPart message, 13 bytes for each token and some hundred for each sample. `tracking.replay` says which of them stay
-when a checkpoint has what they made: from these `fresco replay` trains the steps again.
+One file per step and batch part, `<run>/batches/<step>.<rank>.msgpack`: a digest (xxh3-128) and the frames of the
+message, 13 bytes for each token and some hundred for each sample. Ranks that compute together have the first one's.
+`tracking.replay` says which of them stay when a checkpoint has what they made: from these `fresco replay` trains the
+steps again.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -15,7 +17,7 @@ import xxhash
 
 from rl.config.damage import reading
 from rl.store.checkpoint_folder import steps_of
-from rl.wire.messages import BatchPart, decode, encode
+from rl.wire.messages import BatchPart, LongBatchPart, decode, encode, in_frames
 
 FOLDER = "batches"
 _DIGEST_BYTES = 16
@@ -26,7 +28,7 @@ def write_batch_part(run_folder: Path, batch_part: BatchPart) -> None:
     path = _path(run_folder, batch_part.step, batch_part.rank)
     path.parent.mkdir(exist_ok=True)
     partial = path.with_suffix(".tmp")
-    frames = msgspec.msgpack.encode(encode(batch_part))
+    frames = msgspec.msgpack.encode(encode(in_frames(batch_part)))
     with partial.open("wb") as file:
         file.write(xxhash.xxh3_128_digest(frames))
         file.write(frames)
@@ -41,13 +43,15 @@ def read_batch_part(run_folder: Path, step: int, rank: int) -> BatchPart:
         if xxhash.xxh3_128_digest(content[_DIGEST_BYTES:]) != content[:_DIGEST_BYTES]:
             raise ValueError("its digest is another one")
         batch_part = decode(msgspec.msgpack.decode(content[_DIGEST_BYTES:]))
+        if isinstance(batch_part, LongBatchPart):
+            batch_part = batch_part.joined()
     assert isinstance(batch_part, BatchPart)
     return batch_part
 
 
-def read_batch_parts(run_folder: Path) -> list[BatchPart]:
-    """Every saved batch part, by step and rank. Raises Damaged."""
-    return [read_batch_part(run_folder, *place) for place in sorted(_places(run_folder))]
+def read_batch_parts(run_folder: Path) -> Iterator[BatchPart]:
+    """Every saved batch part, by step and rank, one at a time. Raises Damaged."""
+    return (read_batch_part(run_folder, *place) for place in sorted(_places(run_folder)))
 
 
 def steps_kept(run_folder: Path) -> list[int]:

@@ -22,6 +22,8 @@ import xxhash
 
 DIGESTS = "digests.json"
 """The name of the file, in a folder, with the digests of its files."""
+FileDigest = xxhash.xxh3_128
+"""Of a file that comes part by part."""
 _ALL = "*"
 
 
@@ -85,4 +87,4 @@ def _digests(target: Path, names: Iterable[str]) -> dict[str, str]:
 def file_digest(path: Path) -> str:
     """Of the content of one file."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+        return hashlib.file_digest(file, FileDigest).hexdigest()

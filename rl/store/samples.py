@@ -11,14 +11,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import numpy as np
 
-from rl.config.damage import read_lines
+from rl.config.damage import lines_at, placed_lines, read_lines
 from rl.wire.messages import Trajectory
 
 FOLDER = "samples"
@@ -26,7 +26,6 @@ TRAINED = "trained"
 _SHOWN = ("token_ids", "logp_behavior", "policy_version")
 _MOST_IDS = 1 << 31
 _KNUTH = 2654435761  # spreads consecutive numbers evenly over 32 bits
-S = TypeVar("S", bound=msgspec.Struct)
 
 
 class SampleTurn(msgspec.Struct, array_like=True):
@@ -73,7 +72,7 @@ class Sample(msgspec.Struct):
         places = [0, *(place for turn in self.turns for place in (turn.start, turn.end)), tokens]
         return (
             tokens == len(self.logp) == len(self.versions)
-            and all(0 <= token < _MOST_IDS for token in self.token_ids)
+            and 0 <= min(self.token_ids, default=0) <= max(self.token_ids, default=0) < _MOST_IDS
             and places == sorted(places)
             and all(0 <= start <= tokens for start in self.starts)
         )
@@ -163,19 +162,60 @@ def sample_of(trajectory: Trajectory, notes: Mapping[str, str] | None = None) ->
     )
 
 
-def read_samples(run: Path) -> Iterator[Sample]:
-    """The samples of every server, in the order in which they ended, also of a run that was killed or goes on."""
-    found = (sample for sample in _lines(run / FOLDER, Sample) if sample.is_whole)
-    yield from sorted(found, key=lambda sample: sample.time)
+class _Ended(msgspec.Struct):
+    time: float
 
 
-def read_trained(run: Path) -> dict[int, Trained]:
-    """What was trained, by ticket; of one that was trained again after the learner's death, the last time."""
-    found = _lines(run / FOLDER / TRAINED, Trained)
-    return {trained.ticket_id: trained for trained in sorted(found, key=lambda trained: trained.step)}
+class SampleFiles:
+    """The samples of every server, numbered in the order in which they ended, also of a run that was killed or goes on.
+
+    Memory holds where each of them stands (28 bytes), and the one that is being read: a long run keeps more tokens
+    than any memory has room for.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._paths = _files(run / FOLDER)
+        self._path = array("I")
+        self._place = array("q")
+        times = array("d")
+        for number, path in enumerate(self._paths):
+            for place, ended in placed_lines(path, _Ended):
+                self._path.append(number)
+                self._place.append(place)
+                times.append(ended.time)
+        self._order = np.argsort(np.asarray(times), kind="stable")
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Sample]]:
+        """Those of these numbers that are whole, each with its own."""
+        for number in numbers:
+            line = int(self._order[number])
+            for sample in lines_at(self._paths[self._path[line]], Sample, [self._place[line]]):
+                if sample.is_whole:
+                    yield number, sample
 
 
-def _lines(folder: Path, kind: type[S]) -> Iterator[S]:
-    """Every line of the folder's files that can be read."""
-    for path in sorted(folder.glob("*.jsonl")):
-        yield from read_lines(path, kind)
+def read_samples(run: Path, *, newest_first: bool = False) -> Iterator[Sample]:
+    """The samples of every server, in the order in which they ended, or the last one first."""
+    files = SampleFiles(run)
+    numbers = range(len(files))
+    return (sample for _, sample in files.read(reversed(numbers) if newest_first else numbers))
+
+
+def read_trained(run: Path, tickets: Container[int] | None = None) -> dict[int, Trained]:
+    """What was trained, by ticket, of all or these; of one that was trained again after the learner's death, the last
+    time."""
+    found: dict[int, Trained] = {}
+    for path in _files(run / FOLDER / TRAINED):
+        for trained in read_lines(path, Trained):
+            ticket = trained.ticket_id
+            before = found.get(ticket, trained)
+            if (tickets is None or ticket in tickets) and trained.step >= before.step:
+                found[ticket] = trained
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.jsonl"))

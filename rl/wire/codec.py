@@ -25,8 +25,11 @@ _LARGE_ENTRY_BYTES = 64  # of one token, say; the built-in columns of a token ha
 SHARED_FRAMES = 2  # the header and the smaller arrays; what follows are large arrays, one a frame
 _ALIGNMENT = 8
 MAX_FRAME_BYTES = 1 << 30
-"""The limit of one frame. The largest is one column of a rank's shard (256 M tokens of 4 bytes); a chunk of weights has
-4 MB."""
+"""The limit of one frame: no column of one episode is larger."""
+PIECE_BYTES = 16 << 20
+"""Of a rank's batch part each frame has at most so much of a column. A connection between machines breaks where a frame
+takes longer than a heartbeat may (`rl.wire.sockets`). At 1 Gbit/s one of 1 GiB would never arrive, nor would one of
+64 MiB where 18 ranks share that."""
 
 Frames = Sequence[bytes | memoryview]
 T = TypeVar("T")
@@ -40,6 +43,14 @@ def is_large(array: memoryview) -> bool:
     """Whether an array has a frame of its own: it is long, or each of its entries is."""
     entry = array.nbytes // len(array) if array.ndim > 1 and array.nbytes else 0
     return array.nbytes >= _JOINED_BYTES or entry >= _LARGE_ENTRY_BYTES
+
+
+def pieces(array: np.ndarray) -> list[np.ndarray]:
+    """The array along its first axis, in as few views as there must be; itself, if it is no longer than a piece."""
+    if array.nbytes <= PIECE_BYTES:
+        return [array]
+    entries = max(1, PIECE_BYTES // (array.nbytes // len(array)))
+    return [array[first : first + entries] for first in range(0, len(array), entries)]
 
 
 class _Buffers(threading.local):

@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from rl.observe.trace_events import Wait
-from rl.wire.codec import Codec
+from rl.wire.codec import Codec, pieces
 from rl.wire.codec import Frames as Frames
 from rl.wire.codec import ProtocolError as ProtocolError
 from rl.wire.columns import COLUMNS, Accessor, Scope
@@ -496,6 +496,36 @@ OF_SEQUENCES = ("members", "lengths", "turn_starts", "turn_order")
 """What a batch part has of each of its sequences, beside the columns."""
 
 
+class LongBatchPart(Struct, frozen=True, tag="long_batch_part"):
+    """A BatchPart with columns longer than a piece: `part` has the first piece of each, `rest` those that follow.
+
+    Decoded, the pieces are views of their frames. Whoever receives it joins them once it knows the sender: nobody else
+    makes it take memory for them.
+    """
+
+    part: BatchPart
+    rest: dict[str, list[np.ndarray]]
+
+    def joined(self) -> BatchPart:
+        """Raises ProtocolError for pieces that are not of one column."""
+        columns = dict(self.part.columns)
+        for name, rest in self.rest.items():
+            try:
+                columns[name] = np.concatenate([columns[name], *rest], casting="no", dtype=columns[name].dtype)
+            except (KeyError, ValueError, TypeError) as error:
+                raise ProtocolError(f"pieces of column {name!r} that do not fit: {error}") from None
+        return replace(self.part, columns=columns)
+
+
+def in_frames(part: BatchPart) -> BatchPart | LongBatchPart:
+    """As it is sent and written: itself, unless a column is longer than a piece (`rl.wire.codec`)."""
+    cut = {name: pieces(values) for name, values in part.columns.items()}
+    rest = {name: each[1:] for name, each in cut.items() if len(each) > 1}
+    if not rest:
+        return part
+    return LongBatchPart(replace(part, columns={name: each[0] for name, each in cut.items()}), rest)
+
+
 # ---------------------------------------------------------------- weights: learner <-> generator
 
 
@@ -543,7 +573,9 @@ RequestMessage = (
 )
 ParsingMessage = ParserHello | ParseTurn | TurnParsed
 TeacherMessage = ScoreTokens | TokensScored
-BatchMessage = BatchRequest | BatchUnderway | Published | EvalRequest | SaveRequest | Journal | BatchPart
+BatchMessage = (
+    BatchRequest | BatchUnderway | Published | EvalRequest | SaveRequest | Journal | BatchPart | LongBatchPart
+)
 WeightMessage = WeightNotice | RestNotice | WeightStatus
 ControlMessage = Register | Heartbeat | Metrics | Fatal | AlarmRaised | Done | PeerDied | PeerListens | Stop
 Message = (

@@ -26,6 +26,7 @@ from rl.wire.columns import register_configured, shape_by_model
 from rl.wire.names import Names
 
 KEY_FILE = "curve.key"
+_SLOWEST_DISK = 50e6  # bytes a second: slower ones are taken for one that hangs
 
 
 class RunFile(BaseModel):
@@ -52,6 +53,8 @@ class RunFile(BaseModel):
     beside_learner: tuple[float, int] | None = None
     """Of a GPU that an engine shares with a learner rank: the engine's share of the memory, and the bytes of its cache.
     None: engines have GPUs of their own."""
+    saved_bytes: int = 0
+    """Of a checkpoint and of the trained model, about: a save is waited for as long as they need (`save_s`)."""
     started_at: float
     """time.time() of the command."""
     _addresses: Addresses = PrivateAttr(default_factory=Addresses)
@@ -101,6 +104,11 @@ class RunFile(BaseModel):
         """Where the learner computes. Without a step to train it only hands out weights, and leaves the GPUs to the
         engines."""
         return self.device if self.config.steps else "cpu"
+
+    @property
+    def save_s(self) -> float:
+        """The longest time of a checkpoint and of the trained model: written, and read once more for their digests."""
+        return self.config.timeouts.hang_s + 2 * self.saved_bytes / _SLOWEST_DISK
 
     @property
     def untied(self) -> bool:

@@ -25,6 +25,7 @@ from rl.wire.codec import MAX_FRAME_BYTES
 from rl.wire.messages import Frames, Message, encode, encode_all
 from rl.wire.run import KEY_FILE, RunFile, socket_name
 
+_SEAL_BYTES = 33  # that CURVE adds to a frame
 HIGH_WATER_MARK = 100_000  # messages; senders count what is under way, so that no socket has to block
 # Plain numbers: enums are slow to combine.
 _DONTWAIT = int(zmq.DONTWAIT)
@@ -154,7 +155,8 @@ def open_socket(
     socket = context.socket(kind) if bind else context.socket(kind, socket_class=Connection)
     socket.linger = 500
     socket.set_hwm(HIGH_WATER_MARK)
-    socket.maxmsgsize = MAX_FRAME_BYTES  # a larger one closes the connection before memory is taken for it
+    # A larger one closes the connection before memory is taken for it.
+    socket.maxmsgsize = MAX_FRAME_BYTES + _SEAL_BYTES
 
     if kind == zmq.ROUTER:
         socket.router_mandatory = True

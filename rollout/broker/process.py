@@ -17,7 +17,9 @@ import gc
 import json
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import partial
+from itertools import groupby
 
 import msgspec
 import zmq
@@ -30,7 +32,7 @@ from rl.store.batch_files import drop_unneeded, read_batch_part, write_batch_par
 from rl.store.checkpoint_folder import read_journal, steps_of
 from rl.wire import messages
 from rl.wire.awake import Awake
-from rl.wire.messages import Message, ProtocolError, Version
+from rl.wire.messages import Message, ProtocolError, Version, in_frames
 from rl.wire.process import Process, WaitExpired, leave
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import context_from_command_line
@@ -274,17 +276,21 @@ class Broker:
             with contextlib.suppress(PeerGone):  # it died: the next one asks again
                 send_to(self.steps, self._learner, messages.Journal(request.version, state))
 
-    def _send_again(self, step: int) -> None:
-        """Send batches again to a learner that trains those since its checkpoint again; it drops what it does not
+    def _send_again(self, step: int, ranks: Iterable[int]) -> None:
+        """Send a batch again to a learner that trains those since its checkpoint again; it drops what it does not
         await."""
-        for rank, socket in enumerate(self.batches):
-            send(socket, read_batch_part(self.process.run.folder, step, rank))
+        together = self.config.learner.context_parallel
+        for team, members in groupby(ranks, lambda rank: rank // together):
+            batch_part = read_batch_part(self.process.run.folder, step, team * together)
+            for rank in members:
+                send(self.batches[rank], in_frames(msgspec.structs.replace(batch_part, rank=rank)))
+            self.process.progress += 1  # as when it was written
 
     def _send_batch_parts_again(self, rank: int) -> None:
         """The connection to this rank broke: what it has not trained yet may be lost."""
         for step in range(self.core.n, self.core.groups.e):
             with contextlib.suppress(FileNotFoundError):  # assembled in this turn, not written yet
-                send(self.batches[rank], read_batch_part(self.process.run.folder, step, rank))
+                self._send_again(step, [rank])
 
     def _drop_batches(self, before: int) -> None:
         drop_unneeded(self.process.run.folder, before, self.config.tracking.replay)
@@ -333,15 +339,17 @@ class Broker:
         for action in later:
             match action:
                 case messages.BatchRequest(step):
-                    self._send_again(step)
+                    self._send_again(step, range(len(self.batches)))
                 case actions.EmitBatch():
                     self.guards.batch(action, self.core.stats)
                     together = self.config.learner.context_parallel
                     batch_parts = make_batch_parts(action, self.core.timeline, len(self.batches), together)
 
                     for socket, batch_part in zip(self.batches, batch_parts, strict=True):
-                        write_batch_part(self.process.run.folder, batch_part)
-                        send(socket, batch_part)
+                        if batch_part.rank % together == 0:  # the others of its team have the same
+                            write_batch_part(self.process.run.folder, batch_part)
+                            self.process.progress += 1  # gigabytes, of router replay, on a disk that may be slow
+                        send(socket, in_frames(batch_part))
 
                 case actions.GroupRecord():
                     self.guards.ended(action)

@@ -60,6 +60,8 @@ _CHECK = struct.Struct("<Q")
 _LONG_BYTES = 64 << 20
 _LONG_BYTES_BESIDE = 1 << 30
 _LONG_EVENTS = 50_000  # a second or two to read again
+_BYTES_OF_AN_EVENT = 100
+"""Of the state: a sample that may be taken back is some 300 bytes, was three events, and takes as long to write."""
 _ALIGNMENT = 8  # of arrays beside the log
 SYNC_S = 1.0
 
@@ -131,7 +133,7 @@ class WriteAheadLog:
         earlier = self._files_beside()
         beside = 1 + max(earlier, default=0)
         self._beside = _open_new(self._file_beside(beside))
-        self._bytes_beside = 0
+        self._bytes = self._bytes_beside = 0  # of the state alone, from here on
         partial = self._path.with_suffix(".tmp")
         self._file = _open_new(partial)
 
@@ -146,6 +148,7 @@ class WriteAheadLog:
             self._file_beside(number).unlink()
 
         self._events = 0
+        self._limit_events = _LONG_EVENTS + self._bytes // _BYTES_OF_AN_EVENT
         self._limit = _LONG_BYTES + 2 * self._bytes
         self._limit_beside = _LONG_BYTES_BESIDE + 2 * self._bytes_beside
         self._bytes = 0
@@ -154,7 +157,7 @@ class WriteAheadLog:
     def is_long(self) -> bool:
         """Beginning anew costs less than it saves."""
         is_large = self._bytes > self._limit or self._bytes_beside > self._limit_beside
-        return self._events > _LONG_EVENTS or is_large
+        return self._events > self._limit_events or is_large
 
     def append(self, now: float, message: Message | None) -> None:
         """An event at this time; None: a deadline has passed."""

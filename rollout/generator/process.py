@@ -27,6 +27,7 @@ from rl.observe.trace_events import EngineState, FirstToken, LoadBegan, LoadEnde
 from rl.weights.turns import POLL_S, Turns
 from rl.wire import messages
 from rl.wire.awake import AwakeLoop
+from rl.wire.effort import watched_start
 from rl.wire.messages import Message, ProtocolError, Version
 from rl.wire.process import Process, leave
 from rl.wire.receiving import Malformed, Port
@@ -35,7 +36,6 @@ from rl.wire.sockets import open_socket, send
 from rollout.generator.engines import make_engine
 from rollout.generator.engines.base import DRAIN_S, Engine, EngineInfo, Sampled
 from rollout.generator.jobs import DELIVERED_EVERY, Gate, Job, Streams
-from rollout.generator.starting import watched_start
 
 NOTHING_LOADED = Version(-1, -1)  # older than any gate
 STATE_S = 0.1  # the trace has the engine's state at most so often

@@ -7,6 +7,9 @@ sample that is cut off and tried again is as long as it was.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from itertools import accumulate, pairwise
 from statistics import NormalDist
 
 from msgspec import Struct
@@ -72,20 +75,35 @@ class LogNormal(Struct, frozen=True, tag="lognormal"):
 
 
 class Empirical(Struct, frozen=True, tag="empirical"):
-    """Measured values, ascending; between two of them by linear interpolation."""
+    """Measured values, by linear interpolation between two that follow one another. A long run has measured millions,
+    of few different ones."""
 
     values: tuple[float, ...]
+    """Those that differ, ascending."""
+    ends: tuple[int, ...]
+    """How many were measured up to each of them, itself included."""
+
+    @classmethod
+    def of(cls, counts: Mapping[float, int]) -> Empirical:
+        """counts: how often each value was measured."""
+        values = tuple(sorted(counts))
+        return cls(values, tuple(accumulate(counts[value] for value in values)))
 
     def at(self, z: float) -> float:
-        position = _STANDARD.cdf(z) * (len(self.values) - 1)
-        low = min(int(position), len(self.values) - 2) if len(self.values) > 1 else 0
-        high = min(low + 1, len(self.values) - 1)
+        last = self.ends[-1] - 1
+        position = _STANDARD.cdf(z) * last
+        low = min(int(position), max(0, last - 1))
+        below = self._measured(low)
 
-        return self.values[low] + (position - low) * (self.values[high] - self.values[low])
+        return below + (position - low) * (self._measured(min(low + 1, last)) - below)
+
+    def _measured(self, place: int) -> float:
+        return self.values[bisect_right(self.ends, place)]
 
     @property
     def mean(self) -> float:
-        return sum(self.values) / len(self.values)
+        counts = (end - begin for begin, end in pairwise((0, *self.ends)))
+        return sum(value * count for value, count in zip(self.values, counts, strict=True)) / self.ends[-1]
 
 
 Distribution = Constant | Gaussian | LogNormal | Empirical

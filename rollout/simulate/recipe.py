@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from itertools import pairwise
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -201,46 +203,109 @@ def read_run(folder: Path) -> tuple[Config, Measured]:
         raise ConfigError(f"{str(folder)!r} is no run: it has no metrics.jsonl; give the folder of a finished run")
 
     config = validate(yaml.safe_load((folder / "config.yaml").read_text()))
-    rows = read_lines(path, dict[str, Any])
-    steps = [row for row in rows if "time/step" in row]
-    if len(steps) < 4:
-        raise ConfigError(f"{str(path)!r} has {len(steps)} training steps; a fit needs 4 or more")
+    steps = _Steps(read_lines(path, dict[str, Any]), config)
+    if steps.count < 4:
+        raise ConfigError(f"{str(path)!r} has {steps.count} training steps; a fit needs 4 or more")
 
-    steps = steps[1:]  # the first one contains the start
     sizes = _from_batches(folder)
     guessed = ALWAYS_GUESSED if sizes else WITHOUT_BATCHES + ALWAYS_GUESSED
     if not sizes:
-        per_turn = _mean(steps, "rollout/length") / max(1.0, _mean(steps, "rollout/turns"))
-        turns = Constant(round(_mean(steps, "rollout/turns")))
+        per_turn = steps.mean("rollout/length") / max(1.0, steps.mean("rollout/turns"))
+        turns = Constant(round(steps.mean("rollout/turns")))
         sizes = {"length": LogNormal(per_turn, GUESSED_SIGMA), "turns": turns}
 
-    base_s, per_seq_s = _decoding(steps, config)
-    per_batch = config.batch_size * _mean(steps, "rollout/turns")
-    latencies = [row["rollout/env_s"] / max(1.0, row["rollout/turns"]) for row in steps]  # rows: of an episode
-    env_mean = statistics.fmean(latencies)
-    spread = statistics.pstdev(latencies) * per_batch**0.5
+    base_s, per_seq_s = steps.decoding()
+    per_batch = config.batch_size * steps.mean("rollout/turns")
+    env_mean = statistics.fmean(steps.latencies)
+    spread = statistics.pstdev(steps.latencies) * per_batch**0.5
 
     return config, Measured(
         **sizes,
         step_s=Gaussian(env_mean, min(spread, 2 * env_mean)),
-        train_s=_mean(steps, "time/train"),
+        train_s=steps.mean("time/train"),
         ranks=config.learner.ranks,
-        publish_s=_mean(steps, "time/publish"),
+        publish_s=steps.mean("time/publish"),
         load_s=max(
-            _mean(steps, "weight_sync/pause_mean_s") - _mean(steps, "weight_sync/drain_mean_s"),
-            _mean(steps, "weight_sync/load_mean_s"),  # an engine may tell this alone
+            steps.mean("weight_sync/pause_mean_s") - steps.mean("weight_sync/drain_mean_s"),
+            steps.mean("weight_sync/load_mean_s"),  # an engine may tell this alone
         ),
         decode_base_s=base_s,
         decode_per_seq_s=per_seq_s,
         tasks=100_000,
-        seconds_per_step=_mean(steps, "time/step"),
+        seconds_per_step=steps.mean("time/step"),
         guessed=guessed,
     )
 
 
-def _mean(rows: list[dict[str, Any]], name: str) -> float:
-    values = [row[name] for row in rows if row.get(name) is not None]
-    return statistics.fmean(values) if values else 0.0
+_AVERAGED = (
+    *("rollout/length", "rollout/turns", "rollout/generate_s", "time/train", "time/publish", "time/step"),
+    *("weight_sync/pause_mean_s", "weight_sync/drain_mean_s", "weight_sync/load_mean_s"),
+)
+
+
+class _Steps:
+    """What the rows of metrics say of a run's steps, but for the first one, which contains the start.
+
+    A row has hundreds of numbers: memory holds the dozen that a fit needs.
+    """
+
+    def __init__(self, rows: Iterable[dict[str, Any]], config: Config) -> None:
+        self.count = 0
+        """Of the steps, the first one included."""
+        self.latencies = array("d")
+        """Of the environment after a turn."""
+        self._values: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
+        self._loads = array("d")
+        self._token_s = array("d")
+        before: dict[str, Any] = {}
+
+        for row in rows:
+            if "time/step" not in row:
+                continue
+            self.count += 1
+            if self.count > 1:
+                self._add(row)
+            if self.count > 2:
+                self._compare(before, row, config.generator.count)
+            before = row
+
+    def mean(self, name: str) -> float:
+        values = self._values[name]
+        return statistics.fmean(values) if values else 0.0
+
+    def _add(self, row: dict[str, Any]) -> None:
+        self.latencies.append(row["rollout/env_s"] / max(1.0, row["rollout/turns"]))  # rows: of an episode
+        for name in _AVERAGED:
+            if row.get(name) is not None:
+                self._values[name].append(row[name])
+
+    def _compare(self, before: dict[str, Any], after: dict[str, Any], generators: int) -> None:
+        """How many sequences ran at once between two rows, and the seconds of one token."""
+        tokens = busy = 0.0
+        for index in range(generators):
+            names = (f"generator.{index}/tokens", f"generator.{index}/busy_s")
+            if all(name in row for name in names for row in (before, after)):
+                tokens += after[names[0]] - before[names[0]]
+                busy += after[names[1]] - before[names[1]]
+
+        token_s = after["rollout/generate_s"] / max(1.0, after["rollout/length"])
+        if tokens > 0 and busy > 0:
+            self._loads.append(max(1.0, tokens / busy * token_s))
+            self._token_s.append(token_s)
+
+    def decoding(self) -> tuple[float, float]:
+        """(base, per further sequence) by least squares over steps: seconds of one token against sequences at once."""
+        if not self._loads:
+            return max(SHORTEST_S, self.mean("rollout/generate_s") / max(1.0, self.mean("rollout/length"))), 0.0
+
+        loads = np.array(self._loads)
+        seconds = np.array(self._token_s)
+        deviation = loads - loads.mean()
+        spread = float((deviation**2).sum())
+        slope = float((deviation * (seconds - seconds.mean())).sum() / spread) if spread > 1e-9 else 0.0
+        slope = min(max(0.0, slope), float(seconds.mean() / loads.mean()))
+
+        return max(SHORTEST_S, float(seconds.mean() - slope * (loads.mean() - 1))), slope
 
 
 def _first(*values: int | None) -> int:
@@ -249,10 +314,9 @@ def _first(*values: int | None) -> int:
 
 def _from_batches(folder: Path) -> dict[str, Any]:
     """What saved batches say of the trained samples, as fields of `Measured`; nothing where there are none."""
-    lengths: list[float] = []
-    turns: list[float] = []
-    prompts: list[int] = []
-    observed = 0
+    lengths: Counter[float] = Counter()
+    turns: Counter[float] = Counter()
+    prompted = observed = 0
 
     for batch_part in read_batch_parts(folder):
         ends = np.cumsum(batch_part.lengths)
@@ -260,46 +324,19 @@ def _from_batches(folder: Path) -> dict[str, Any]:
             mask = batch_part.loss_mask[end - length : end]
             parts = [float(part.sum()) for part in np.split(mask, starts)[1:]]
 
-            turns.append(len(starts))
-            prompts.append(int(starts[0]) if len(starts) else int(length))
-            observed += int(length - prompts[-1] - sum(parts))
-            lengths += parts
+            turns[len(starts)] += 1
+            prompt = int(starts[0]) if len(starts) else int(length)
+            prompted += prompt
+            observed += int(length - prompt - sum(parts))
+            lengths.update(parts)
 
     if not lengths:
         return {}
 
-    gaps = len(lengths) - len(turns)  # between two turns
+    gaps = lengths.total() - turns.total()  # between two turns
     return {
-        "length": Empirical(tuple(sorted(lengths))),
-        "turns": Empirical(tuple(sorted(turns))),
-        "prompt_tokens": round(statistics.fmean(prompts)),
+        "length": Empirical.of(lengths),
+        "turns": Empirical.of(turns),
+        "prompt_tokens": round(prompted / turns.total()),
         "observation_tokens": round(observed / gaps) if gaps else 0,
     }
-
-
-def _decoding(steps: list[dict[str, Any]], config: Config) -> tuple[float, float]:
-    """(base, per further sequence) by least squares over steps: seconds of one token against sequences at once."""
-    points = []
-
-    for before, after in pairwise(steps):
-        tokens = busy = 0.0
-        for index in range(config.generator.count):
-            names = (f"generator.{index}/tokens", f"generator.{index}/busy_s")
-            if all(name in row for name in names for row in (before, after)):
-                tokens += after[names[0]] - before[names[0]]
-                busy += after[names[1]] - before[names[1]]
-
-        token_s = after["rollout/generate_s"] / max(1.0, after["rollout/length"])
-        if tokens > 0 and busy > 0:
-            points.append((max(1.0, tokens / busy * token_s), token_s))
-
-    if not points:
-        return max(SHORTEST_S, _mean(steps, "rollout/generate_s") / max(1.0, _mean(steps, "rollout/length"))), 0.0
-
-    loads, seconds = np.array(points).T
-    deviation = loads - loads.mean()
-    spread = float((deviation**2).sum())
-    slope = float((deviation * (seconds - seconds.mean())).sum() / spread) if spread > 1e-9 else 0.0
-    slope = min(max(0.0, slope), float(seconds.mean() / loads.mean()))
-
-    return max(SHORTEST_S, float(seconds.mean() - slope * (loads.mean() - 1))), slope

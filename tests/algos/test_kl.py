@@ -34,6 +34,17 @@ def test_values(kind: KLEstimator) -> None:
     torch.testing.assert_close(kl_loss(kind, logp, reference), expected)
 
 
+def test_a_small_kl_is_no_rounding() -> None:
+    """As after a first step at a learning rate of 1e-6."""
+    random = torch.Generator().manual_seed(0)
+    logp = -2 * torch.rand(1_000_000, generator=random)
+    reference = logp - 1e-4 * torch.randn(1_000_000, generator=random)
+    found = kl_estimate("k3", logp, reference)
+    expected = kl_estimate("k3", logp.double(), reference.double())
+    assert found.min() >= 0
+    assert float(found.double().mean()) == pytest.approx(float(expected.mean()), rel=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_mean_over_the_policy_is_the_divergence(kind: KLEstimator) -> None:
     logits, reference = two_policies()

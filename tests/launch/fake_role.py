@@ -17,6 +17,10 @@ from rl.wire.process import Process
 from rl.wire.run import context_from_command_line
 
 
+def _row(step: int) -> Metrics:
+    return Metrics(step, dict.fromkeys(("train/loss", "version/timeline", "time/step", "time/over"), 0.0))
+
+
 def main() -> None:
     role = sys.argv[1]
     if os.environ.get(f"FAKE_{role.upper()}") == "die and never start" and sys.argv[-1] == "1":
@@ -44,6 +48,31 @@ def main() -> None:
             (process.run.folder / f"up.{role}").touch()
         if behaviour.startswith("signal "):
             os.kill(os.getppid(), int(behaviour.removeprefix("signal ")))
+        if behaviour == "step by step":
+            for step in range(1, 41):
+                process.send(_row(step))
+                time.sleep(0.1)
+            behaviour = "done"
+        if behaviour == "ends busy":  # as its heartbeats still say
+            process.send(_row(1))
+            time.sleep(0.3)
+            os.kill(os.getppid(), signal.SIGINT)
+            process.busy = True
+            time.sleep(1)
+            behaviour = "done"
+        if behaviour in ("saves", "trains, then saves"):  # slowly, as it is asked to with the first Ctrl-C
+            process.send(_row(1))
+            time.sleep(0.3)
+            os.kill(os.getppid(), signal.SIGINT)
+            process.busy = behaviour != "saves"
+            for _ in range(20 * process.busy):
+                time.sleep(0.2)
+                process.progress += 1
+            process.busy = False
+
+            time.sleep(7)
+            (process.run.folder / "saved").touch()
+            process.send(Done(role, b"{}"))
         if behaviour == "exit" and process.incarnation == 0:
             time.sleep(0.3)
             os._exit(3)

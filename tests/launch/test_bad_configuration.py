@@ -480,6 +480,15 @@ def test_ranks_that_compute_together_share_a_samples_activations_and_nothing_els
     assert [together[name] for name in same] == [alone[name] for name in same]
 
 
+def test_a_critic_has_no_head_over_the_vocabulary() -> None:
+    critic = ["algo.loss=ppo", "algo.advantage=gae", "algo.critic={lr: 1e-6}"]
+    for model, head in ((SEVEN_B, 152064 * 3584), (SEVEN_B | {"tie_word_embeddings": 1}, 0)):
+        alone, both = on_learner(model), on_learner(model, *critic)
+        ranks = load_config(EXPERIMENTS / "swe_32k_8gpu.yaml").learner.ranks
+        assert both["weights"] == pytest.approx(2 * alone["weights"] - 4 * head / ranks, abs=ranks)
+        assert both["optimizer"] == pytest.approx(2 * alone["optimizer"] - 8 * head / ranks, abs=ranks)
+
+
 def test_a_rank_that_is_alone_has_copies_of_what_it_casts() -> None:
     """Without recomputation all of them until the backward; none of what is in the dtype of the forward already."""
     alone = ["learner.ranks=1", "learner.context_parallel=1"]

@@ -247,3 +247,13 @@ def test_a_script_for_gpus_names_its_target(script: str, tmp_path: Path) -> None
         "8x141"
     )
     assert "--gpus" not in asked("learner.lr=1")
+
+
+def test_how_fast_a_long_episode_must_be_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    long = ["sampling.max_tokens=30000", "generator.max_model_len=32768"]
+    told = "an episode of 30000 tokens is cancelled below 33 tok/s: rollout.episode_deadline_s"
+    assert told in planned(capsys, "math_8gpu", *NODE, *long)
+    assert "tok/s" not in planned(capsys, "math_8gpu", *NODE, *long, "rollout.episode_deadline_s=3600")
+
+    told = "an episode of 32768 tokens is cancelled below 36 tok/s"
+    assert told in planned(capsys, "math_8gpu", *NODE, *long, "env.max_turns=4"), "all turns are in one context"

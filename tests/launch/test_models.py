@@ -306,7 +306,8 @@ def test_adapters_take_of_a_rank_what_they_are_and_the_base_its_own_dtype() -> N
 
     assert parts("model.lora={}", "algo.kl.coef=0.1")["weights"] == lora["weights"]
     critic = ["algo.advantage=gae", "algo.critic={}"]
-    assert parts("model.lora={}", *critic)["optimizer"] == lora["optimizer"] + whole["optimizer"]
+    assert parts("model.lora={}", *critic)["optimizer"] == lora["optimizer"] + 2 * 4 * shape.valuing // 8
+    assert shape.trained - shape.valuing == shape.matrix  # it has no head over the vocabulary
 
 
 def test_with_states_on_the_host_a_gpu_holds_weights_and_gradients() -> None:

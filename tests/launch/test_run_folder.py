@@ -13,6 +13,7 @@ import pytest
 from filelock import FileLock
 
 from launch.cli import main
+from launch.disk import Written
 from launch.machine import this_machine
 from launch.preflight import Preflight, make_run
 from launch.prepare import Prepared
@@ -42,7 +43,7 @@ def start_every_round(runs: Path, begin: Barrier, told: Queue[tuple[int, str, st
         begin.wait(60)
         try:
             run = make_run(
-                Preflight(config, "cpu", [], Prepared(None, 0), [], 10, 10, {}, [], this_machine()), started=0.0
+                Preflight(config, "cpu", [], Prepared(None, 0), [], Written(), 10, 10, {}, [], this_machine()), 0.0
             )
             told.put((number, "made", run.run_id))
         except ConfigError as error:

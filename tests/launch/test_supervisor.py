@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch import supervisor
 from launch.cpu.fork_server import ForkServer
 from launch.launcher.local import Command, Files, LocalLauncher, begin_process
 from launch.launcher.protocol import Found, Launcher, Node
@@ -257,6 +258,16 @@ def test_restarts_are_limited(run: RunFile) -> None:
     )
 
 
+@pytest.mark.parametrize(("learner", "code"), [("step by step", 0), ("", 1)])
+def test_an_old_death_does_not_count_once_the_run_has_come_further(
+    run: RunFile, monkeypatch: pytest.MonkeyPatch, learner: str, code: int
+) -> None:
+    """A generator that dies three times a second, while there are ten steps a second, or none."""
+    monkeypatch.setattr(supervisor, "_HOUR_S", 0.0)
+    ended, summary = execute(run, broker="done", generator="die always", learner=learner)
+    assert ended == code and ("restarted 3 times already" in str(summary.get("error"))) == bool(code)
+
+
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_rank_and_the_exceptions_that_follow_are_one_death(run: RunFile, killed: int) -> None:
     """Whoever is heard of first: all ranks start again, together and once."""
@@ -319,6 +330,31 @@ def test_ctrl_c_and_hanging_up_end_everything(run: RunFile, stop: signal.Signals
         code, _ = execute(run, learner=f"signal {int(stop)}")
     finally:
         signal.signal(signal.SIGHUP, before)
+    assert code == 130
+
+
+@pytest.mark.parametrize(
+    ("learner", "saved_bytes", "is_saved"),
+    [
+        ("saves", 0, False),  # it takes longer than a step and a save without a model may
+        ("saves", 200_000_000, True),
+        ("trains, then saves", 0, False),
+        ("trains, then saves", 200_000_000, True),  # and so does the step before it
+    ],
+)
+def test_ctrl_c_waits_for_a_step_that_advances_and_for_as_many_bytes_as_there_are(
+    run: RunFile, learner: str, saved_bytes: int, is_saved: bool
+) -> None:
+    limits = run.config.timeouts.model_copy(update={"hang_s": 1.0, "heartbeat_s": 0.1})
+    config = run.config.model_copy(update={"timeouts": limits})
+    run = run.model_copy(update={"config": config, "saved_bytes": saved_bytes})
+    run.save()
+    code, _ = execute(run, learner=learner)
+    assert code == 130 and (run.folder / "saved").exists() == is_saved
+
+
+def test_a_run_that_ended_by_ctrl_c_says_so_whatever_the_last_heartbeat_said(run: RunFile) -> None:
+    code, _ = execute(run, broker="done", learner="ends busy")
     assert code == 130
 
 

@@ -254,6 +254,7 @@ class Lab:
         """Names of the alarms raised, in order. The run ends with its steps, or when the alarm `until` is raised."""
         self._until = until
         learner = SimpleNamespace(
+            config=self.config,
             policy=self.trainer.policy,
             trainer=self.trainer,
             guards=self.guards,

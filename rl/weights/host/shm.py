@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rl.weights.channel import Channel, Entry, Wait, WeightsCorrupt, WeightsError
 from rl.weights.host.ends import HostReceiver, HostSender, wait_for
 from rl.weights.host.layout import Segments, combined_checksum, digests, part_of
-from rl.weights.host.shm_file import SlotsFile, remove_slots, slots_path
+from rl.weights.host.shm_file import SlotsFile, made_bytes, remove_slots, slots_path
 from rl.weights.host.slots import Lease
 from rl.wire.messages import Version
 from rl.wire.page_lock import PageLock
@@ -36,6 +36,7 @@ class ShmSender(HostSender):
             lambda: SlotsFile.attach(self.run, writable=True),
             self.run.config.timeouts.start_s,
             lambda: f"learner rank {self.rank} waits for rank 0 to make {slots_path(self.run.run_id)}",
+            progress=lambda: made_bytes(self.run),
         )
         self._slots = found
         self._check_layout(found.manifest)
@@ -64,7 +65,8 @@ class ShmSender(HostSender):
         else:
             with before.lock() as table:
                 is_free = table.writing() is None
-                found = SlotsFile.create(self.run, self._manifest, before) if is_free else None
+            # Without the lock, which nobody may have for minutes: rank 0 alone begins a version, or names one.
+            found = SlotsFile.create(self.run, self._manifest, before) if is_free else None
 
         if found is not None:
             self._page_lock.close()
@@ -82,6 +84,7 @@ class ShmReceiver(HostReceiver):
     """The leased view is the slot itself: nothing is copied until the engine does."""
 
     _slots: SlotsFile | None = None
+    _made = 0  # of the file, as its maker said last
     _row: int
     _lease: Lease | None = None
     _segments: Segments  # of the leased slot, as they were when it was leased
@@ -90,13 +93,29 @@ class ShmReceiver(HostReceiver):
         self._slots = wait_for(
             self._attach,
             deadline_s,
-            lambda: f"{self.name} waits for learner rank 0 to make its weight slots",
+            lambda: f"{self.name} waits for {self._maker} to make its weight slots",
+            progress=self._advance_with_maker,
         )
         self._manifest = self._slots.manifest
         self._row = self._slots.register(self.name, self.incarnation)
 
+    @property
+    def _maker(self) -> str:
+        """Who makes the file, in messages."""
+        return "learner rank 0"
+
     def _attach(self) -> SlotsFile | None:
-        return SlotsFile.attach(self.run, writable=False)
+        return SlotsFile.attach(self.run, writable=False, advance=self._count)
+
+    def _count(self, nbytes: int) -> None:
+        self.progress += nbytes
+
+    def _advance_with_maker(self) -> int:
+        """`progress`: who waits for the file advances as its maker does."""
+        now = made_bytes(self.run)
+        self._count(max(0, now - self._made))
+        self._made = now
+        return self.progress
 
     def _close(self) -> None:
         if self._slots is not None:

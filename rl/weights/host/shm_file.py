@@ -12,6 +12,9 @@ Who lives is told by locks, which the kernel frees when their holder dies: numbe
 container. Each process that has the file open holds one byte of it, the owner another, each reader that of its row.
 A file that is removed all the same is made again (`is_there`).
 
+A large file takes minutes. It is made and mapped piece by piece, and who waits for it sees how far it is. Whoever
+makes or adopts it holds as many bytes of the folder (`made_bytes`).
+
 Decisions are taken under `flock` on the file, which the kernel frees when its holder dies.
 Readers map the slots read-only, so no reader can damage weights.
 """
@@ -27,7 +30,8 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -42,12 +46,18 @@ from rl.wire.run import RunFile
 FOLDER = Path("/dev/shm")
 _MAGIC = 0x0005_6F63_7365_7266  # "fresco" and the layout's version
 _PAGE = mmap.PAGESIZE
+_PIECE = 64 << 20  # bytes that are made or mapped in one go: in much less than a second, also on a slow machine
 _HEAD = np.dtype([(name, "<u8") for name in ("magic", "lock_pid", "manifest_bytes", "fetched_bytes")])
 _LOCK_POLL_S = 0.0001
 _LOCK_DEADLINE_S = 30.0  # critical sections take microseconds; only a stopped process holds longer
 _DEAD_CHECK_S = 0.25
 _BYTES = struct.Struct("hhqqi")  # C's `struct flock`
 _OWNER, _OPEN, _FETCHES, _READERS = range(4)  # bytes that the living hold; of readers the first one
+_PLACES = 1 << 21  # of makers, in the folder
+_ROOM = 1 << 42  # bytes that a maker may hold, from its place on
+
+Advance = Callable[[int], object]
+"""Is told of so many bytes of a file, once they are made or mapped."""
 
 
 def slots_path(run_id: str) -> Path:
@@ -84,16 +94,54 @@ def _try_flock(descriptor: int) -> bool:
     return True
 
 
-def _hold(descriptor: int, byte: int) -> None:
-    """Hold a byte of the file, beside others who do, until the descriptor is closed."""
-    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _BYTES.pack(fcntl.F_RDLCK, os.SEEK_SET, byte, 1, 0))
+@contextlib.contextmanager
+def _telling(run: RunFile, advance: Advance) -> Iterator[Advance]:
+    """An `advance` that others see as well (`made_bytes`), until the file is made, or this process dies."""
+    folder = os.open(FOLDER, os.O_RDONLY | os.O_CLOEXEC)
+    done = 0
+
+    def tell(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        with contextlib.suppress(OSError):  # a hint alone, and some kernels of containers lock no folders
+            _hold(folder, _place_of(run), done)
+        advance(nbytes)
+
+    try:
+        yield tell
+    finally:
+        os.close(folder)
 
 
-def _is_held(descriptor: int, byte: int = 0, count: int = 0) -> bool:
-    """Whether somebody holds one of these bytes through another descriptor; 0 bytes: any at all."""
+def made_bytes(run: RunFile) -> int:
+    """How far another process is with the file that this run waits for, in bytes that it grows by; 0: nobody makes one.
+
+    Of those who take turns it is the one whose turn it is (`making`), whatever its run.
+    """
+    folder = os.open(FOLDER, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _held(folder, _place_of(run), _ROOM)
+    except OSError:
+        return 0
+    finally:
+        os.close(folder)
+
+
+def _place_of(run: RunFile) -> int:
+    takes_turns = run.config.channel == "tcp"
+    return _ROOM * (0 if takes_turns else 1 + zlib.crc32(_path_of(run).name.encode()) % (_PLACES - 1))
+
+
+def _hold(descriptor: int, byte: int, count: int = 1) -> None:
+    """Hold bytes of the file, beside others who do, until the descriptor is closed."""
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _BYTES.pack(fcntl.F_RDLCK, os.SEEK_SET, byte, count, 0))
+
+
+def _held(descriptor: int, byte: int = 0, count: int = 0) -> int:
+    """How many bytes somebody holds through another descriptor, some of these among them; 0 bytes: of all."""
     wanted = _BYTES.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, count, 0)
-    kind, *_ = _BYTES.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, wanted))
-    return bool(kind != fcntl.F_UNLCK)
+    kind, _, _, held, _ = _BYTES.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, wanted))
+    return 0 if kind == fcntl.F_UNLCK else int(held)
 
 
 def check_space(manifest_bytes: int, slots: int) -> None:
@@ -115,7 +163,7 @@ def sweep_stale() -> list[Path]:
     for path in FOLDER.glob("fresco-*-weights"):
         with contextlib.suppress(OSError):  # ended meanwhile; another user's; of a file system that cannot be written
             with path.open("rb") as file:
-                is_stale = not _is_held(file.fileno())
+                is_stale = not _held(file.fileno())
             if is_stale:
                 path.unlink()
                 removed.append(path)
@@ -132,13 +180,18 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
-def _map_pages(data: mmap.mmap) -> None:
+def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:
+    """Offset and length of each."""
+    return ((at, min(_PIECE, nbytes - at)) for at in range(0, nbytes, _PIECE))
+
+
+def _map_pages(data: np.ndarray) -> None:
     """All of them now, for whoever meets a fresh one later takes ten times as long.
 
     MAP_POPULATE would do as well, but Python keeps its lock within `mmap`. 183 GiB take two minutes, and no thread of
     the process could say meanwhile that it lives. numpy lets go of the lock.
     """
-    np.frombuffer(data, np.uint8)[::_PAGE].max()
+    data[::_PAGE].max()
 
 
 def _available_bytes() -> int:
@@ -156,7 +209,9 @@ def _no_space(needed: int, available: int, slots: int) -> ConfigError:
 class SlotsFile:
     """The file as one process sees it: `rl.weights.host.ends.Slots`."""
 
-    def __init__(self, descriptor: int, run: RunFile, manifest: Manifest, *, writable: bool) -> None:
+    def __init__(
+        self, descriptor: int, run: RunFile, manifest: Manifest, *, writable: bool, advance: Advance = int
+    ) -> None:
         self.manifest = manifest
         self._descriptor = descriptor
         self._threads = threading.Lock()  # flock excludes processes, not threads on one descriptor
@@ -172,32 +227,46 @@ class SlotsFile:
         self.table = SlotTable(memoryview(control)[table_at:], geometry, manifest.spans())
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._data = mmap.mmap(descriptor, size - slots_at, flags=mmap.MAP_SHARED, prot=protection, offset=slots_at)
-        _map_pages(self._data)
+        whole = np.frombuffer(self._data, np.uint8)
+        for at, length in _pieces(len(whole)):
+            _map_pages(whole[at : at + length])
+            advance(length)
 
     @classmethod
-    def create(cls, run: RunFile, manifest: Manifest, published: SlotsFile | None = None) -> SlotsFile:
+    def create(
+        cls, run: RunFile, manifest: Manifest, published: SlotsFile | None = None, advance: Advance = int
+    ) -> SlotsFile:
         """Make the file, as its owner, with what another one has `published`. Raises ConfigError where there is no room
         for it."""
+        with _telling(run, advance) as tell:
+            return cls._create(run, manifest, published, tell)
+
+    @classmethod
+    def _create(cls, run: RunFile, manifest: Manifest, published: SlotsFile | None, advance: Advance) -> SlotsFile:
         descriptor = os.open(FOLDER, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)  # without a name until it is whole
         *_, size = _offsets(run, manifest)
         try:
-            os.posix_fallocate(descriptor, 0, size)  # a later SIGBUS becomes an error here
+            for at, length in _pieces(size):
+                os.posix_fallocate(descriptor, at, length)  # a later SIGBUS becomes an error here
+                advance(length)
         except OSError as error:
-            available = _available_bytes()
-            os.close(descriptor)
+            os.close(descriptor)  # with it goes what it has
             if error.errno != errno.ENOSPC:
                 raise
-            raise _no_space(size, available, run.config.weights.slots) from None
+            raise _no_space(size, _available_bytes(), run.config.weights.slots) from None
 
         encoded = manifest.encode()
         os.pwrite(descriptor, encoded, _PAGE)
-        made = cls(descriptor, run, manifest, writable=True)
+        made = cls(descriptor, run, manifest, writable=True, advance=advance)
         made.head["magic"] = _MAGIC
         made.head["manifest_bytes"] = len(encoded)
         made.table.clear()
         if published is not None:
             made.table.take_over(published.table)
-            memoryview(made._data)[:] = memoryview(published._data)
+            data = np.frombuffer(published._data, np.uint8)
+            for at, length in _pieces(len(data)):
+                np.frombuffer(made._data, np.uint8)[at : at + length] = data[at : at + length]
+                advance(length)
 
         _hold(descriptor, _OWNER)
         path = _path_of(run)
@@ -209,8 +278,12 @@ class SlotsFile:
     @classmethod
     def adopt(cls, run: RunFile, manifest: Manifest) -> SlotsFile | None:
         """The file of an owner that died, with all that was published, for a new owner; None if it is not whole."""
-        found = cls.attach(run, writable=True, owned=False)
-        if found is None or found.manifest != manifest:
+        with _telling(run, int) as tell:
+            found = cls.attach(run, writable=True, owned=False, advance=tell)
+        if found is None:
+            return None
+        if found.manifest != manifest:
+            found.close()
             return None
         with found.lock() as table:
             table.give_up_drafts()
@@ -218,7 +291,7 @@ class SlotsFile:
         return found
 
     @classmethod
-    def attach(cls, run: RunFile, *, writable: bool, owned: bool = True) -> SlotsFile | None:
+    def attach(cls, run: RunFile, *, writable: bool, owned: bool = True, advance: Advance = int) -> SlotsFile | None:
         """The file, if there is one and (`owned`) its owner lives."""
         path = _path_of(run)
         try:
@@ -226,11 +299,11 @@ class SlotsFile:
         except FileNotFoundError:
             return None
         head = _read_head(descriptor)
-        if head is None or head["magic"] != _MAGIC or (owned and not _is_held(descriptor, _OWNER, 1)):
+        if head is None or head["magic"] != _MAGIC or (owned and not _held(descriptor, _OWNER, 1)):
             os.close(descriptor)
             return None
         encoded = os.pread(descriptor, int(head["manifest_bytes"]), _PAGE)
-        return cls(descriptor, run, Manifest.decode(encoded), writable=writable)
+        return cls(descriptor, run, Manifest.decode(encoded), writable=writable, advance=advance)
 
     @property
     def is_there(self) -> bool:
@@ -284,7 +357,7 @@ class SlotsFile:
                 table.end_dead(self._lives)
 
     def _lives(self, row: int) -> bool:
-        return row == self._row or _is_held(self._descriptor, _READERS + row, 1)
+        return row == self._row or _held(self._descriptor, _READERS + row, 1) > 0
 
     def close(self) -> None:
         # The mappings go when the last view of them does: an engine may still hold tensors on a slot.

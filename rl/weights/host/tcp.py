@@ -161,13 +161,17 @@ class TcpReceiver(ShmReceiver):
         if self.manifest != self._theirs:
             raise WeightsError(f"the weight slots of run {self.run.run_id} on this machine have another layout")
 
+    @property
+    def _maker(self) -> str:
+        return f"another process of {self.run.host}"
+
     def _attach(self) -> SlotsFile | None:
-        found = SlotsFile.attach(self.run, writable=True, owned=False)
+        attach = partial(SlotsFile.attach, self.run, writable=True, owned=False, advance=self._count)
+        found = attach()
         if found is None:
             with making() as is_alone:
                 if is_alone:
-                    found = SlotsFile.attach(self.run, writable=True, owned=False)
-                    found = found or SlotsFile.create(self.run, self._theirs)
+                    found = attach() or SlotsFile.create(self.run, self._theirs, advance=self._count)
         return found
 
     def _close(self) -> None:
@@ -325,7 +329,7 @@ class TcpReceiver(ShmReceiver):
 
     def _advance(self, slots: SlotsFile, nbytes: int) -> None:
         """Who waits for this fetch sees it as well."""
-        self.progress += nbytes
+        self._count(nbytes)
         slots.head["fetched_bytes"] += nbytes
 
 

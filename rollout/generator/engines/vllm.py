@@ -93,9 +93,10 @@ class VllmEngine:
         folder = context.run.folder
         file = context.run.socket_folder / f"load.{context.index}"
         self._progress = np.memmap(file, np.uint64, "w+", shape=(self._config.generator.tensor_parallel,))
-        await core.rpc("weights_open", str(folder), context.index, context.incarnation, untied, str(file))
-        if self._routing is not None and self._on_cpu:
-            await core.rpc("routing_open", self._routing.dtype)
+        async with self._death_explained():
+            await core.rpc("weights_open", str(folder), context.index, context.incarnation, untied, str(file))
+            if self._routing is not None and self._on_cpu:
+                await core.rpc("routing_open", self._routing.dtype)
         return engine_info(core.config)
 
     async def watch(self) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from rl.config.failures import EngineDied
@@ -29,6 +31,21 @@ from rollout.generator.engines.vllm_core import PauseMode
 from rollout.generator.engines.vllm_settings import engine_death
 
 _EXIT_CODE_S = 1.0
+_RANKS_END_S = 10.0
+"""For ranks that stand still when one has died: vLLM's core, which has said so, waits for them before it ends."""
+_RANK_DIED = ("Executor failed.", "cancelled")
+"""How a call fails that comes, or waits, when one of several ranks has died: the core is about to end."""
+
+
+@contextlib.contextmanager
+def _telling_deaths() -> Iterator[None]:
+    """Around each call for which the core asks all ranks."""
+    try:
+        yield
+    except Exception as error:
+        if str(error).endswith(_RANK_DIED):
+            raise EngineDeadError from error
+        raise
 
 
 class Stream:
@@ -65,6 +82,8 @@ class OwnProcess:
 
     async def death(self, patience_s: float) -> EngineDied:
         """The kernel's word. vLLM may have heard of the death before, or of a failure that the process outlives."""
+        if self._arguments.tensor_parallel_size > 1:
+            patience_s += _RANKS_END_S
         with contextlib.suppress(TimeoutError):
             return await asyncio.wait_for(asyncio.shield(self.died), patience_s)
         return engine_death(self.processes[0])
@@ -99,11 +118,12 @@ class OwnProcess:
         return Stream(self._llm, added)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        if mode == "keep" and clear_cache:
-            # As below, without 20 ms of sleep at its end, by which callers have seen all outputs. Ours need not.
-            await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
-        else:
-            await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
+        with _telling_deaths():
+            if mode == "keep" and clear_cache:
+                # As below, without 20 ms of sleep at its end, by which callers have seen all outputs. Ours need not.
+                await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+            else:
+                await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
 
     async def resume(self) -> None:
         await self._llm.resume_generation()
@@ -113,11 +133,13 @@ class OwnProcess:
             await self.pause("keep", clear_cache=True)
             return
         # The next load replaces all weights, unless adapters stand on those of the files: these go to the host.
-        await self._llm.sleep(2 if self._adapter is None else 1, mode="keep")
+        with _telling_deaths():
+            await self._llm.sleep(2 if self._adapter is None else 1, mode="keep")
 
     async def wake(self, *, resume: bool) -> None:
         if self._arguments.enable_sleep_mode:
-            await self._llm.wake_up(["kv_cache" if resume else "weights"])  # the last one resumes by itself
+            with _telling_deaths():
+                await self._llm.wake_up(["kv_cache" if resume else "weights"])  # the last one resumes by itself
         elif resume:
             await self.resume()
 
@@ -125,8 +147,9 @@ class OwnProcess:
         await self._llm.update_weight_version(label)
 
     async def rpc(self, method: str, *arguments: Any) -> list[Any]:
-        answers: list[Any] = await self._llm.collective_rpc(method, args=arguments)
-        return answers
+        with _telling_deaths():
+            answers: list[Any] = await self._llm.collective_rpc(method, args=arguments)
+            return answers
 
     def know_texts(self, reader: Any) -> None:
         self._llm.output_processor.tokenizer = reader

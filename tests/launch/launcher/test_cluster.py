@@ -15,7 +15,7 @@ import zmq
 
 from launch.launcher.cluster import ClusterLauncher
 from launch.launcher.copies import TIMELINES
-from launch.launcher.folders import Fetcher, Opened, made_in
+from launch.launcher.folders import Arriving, Fetcher, Opened, made_in
 from launch.launcher.head_file import Before, Began, HeadFile, Listens, Machine, read_before
 from launch.launcher.node_messages import (
     KEY_FILE,
@@ -41,12 +41,14 @@ from rl.config.schema import ConfigError, load_config
 from rl.learner.changes import CHANGES, WISH
 from rl.observe.trace import boot_id
 from rl.store.checkpoint_folder import Meta, begin, commit, latest, read_journal
+from rl.store.digests import DIGESTS, write_digests
 from rl.wire.run import RunFile, key_pair
 from rl.wire.sockets import make_curve_key
 from tests.conftest import MakeRun
 
 LEASE_S = 3.0
 PATIENCE_S = 20.0
+FINISH_S = 60.0
 M = TypeVar("M", bound=FromHead)
 
 
@@ -85,6 +87,21 @@ class FakeAgent:
         named = {".".join(name.rsplit("_", 2)): code for name, code in states.items()}
         self.say(Beat(self.beats, named, {}, self.sees, leaving, self.made, self.answered, self.changes))
         return self.hear(Orders, lambda orders: orders.beat == self.beats)
+
+    def serve(self, made: Path, **states: int | None) -> Orders:
+        """One beat, and the answers to what the head asks for of these folders."""
+        self.beats += 1
+        named = {".".join(name.rsplit("_", 2)): code for name, code in states.items()}
+        self.say(Beat(self.beats, named, {}, self.sees, False, self.made))
+        while True:
+            match self.hear_any():
+                case Want(name):
+                    self.opened = Opened(made, name)
+                    self.say(Sent(name, self.opened.files))
+                case Ask() as ask:
+                    self.say(self.opened.part(ask))
+                case Orders() as orders if orders.end or orders.beat == self.beats:
+                    return orders
 
 
 class Head:
@@ -262,6 +279,10 @@ def test_a_machine_without_the_model_asks_for_its_files(
     for name in ("model/../secret", "model/config.json"):
         agent.say(Ask(name, 0))
     assert agent.hear(Part) == Part("model/config.json", 0, b"{}")
+
+    (tmp_path / "config.json").unlink()  # as when somebody clears a cache
+    agent.say(Ask("model/config.json", 0))
+    assert agent.beat(), "the head is there for all others"
     head.launcher._members.by_agent.clear()
     head.launcher.close()
 
@@ -290,14 +311,8 @@ def test_what_an_unshared_learner_saves_is_copied_and_fetched_where_its_ranks_go
     stranger.join()
     stranger.made = {"checkpoints/step-9": "of a machine without ranks"}
     stranger.beat()
-    agent.made = made_in(tmp_path / "there")
-    agent.beat(learner_0_0=None)
-    want = agent.hear(Want)
-    assert want.name == "checkpoints/step-4"
-    opened = Opened(tmp_path / "there", want.name)
-    agent.say(Sent(want.name, opened.files))
-    for _ in opened.files:
-        agent.say(opened.part(agent.hear(Ask)))
+    opened = copy_to_head(agent, tmp_path / "there")
+    assert opened.name == "checkpoints/step-4"
     until = time.monotonic() + PATIENCE_S
     while latest(head.run.folder / "checkpoints") is None:
         assert time.monotonic() < until
@@ -314,6 +329,98 @@ def test_what_an_unshared_learner_saves_is_copied_and_fetched_where_its_ranks_go
     for file in opened.files:
         stranger.say(Ask(file, 0))
         assert stranger.hear(Part) == opened.part(Ask(file, 0))
+
+
+def copy_to_head(agent: FakeAgent, made: Path) -> Opened:
+    """All parts of what it has made, as the head asks for them."""
+    agent.made = made_in(made)
+    agent.beat(learner_0_0=None)
+    opened = Opened(made, agent.hear(Want).name)
+    agent.say(Sent(opened.name, opened.files))
+    for _ in opened.files:
+        agent.say(opened.part(agent.hear(Ask)))
+    return opened
+
+
+def test_while_a_checkpoint_is_written_to_the_disk_all_leases_go_on_and_ranks_that_begin_wait_for_it(
+    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_go_on = threading.Event(), threading.Event()
+    finish = Arriving.finish
+
+    def slow(arriving: Arriving) -> bool:
+        began.set()
+        assert may_go_on.wait(60)
+        return finish(arriving)
+
+    monkeypatch.setattr(Arriving, "finish", slow)
+    begin(tmp_path / "there" / "checkpoints", 4)
+    commit(tmp_path / "there" / "checkpoints", Meta(4, 0, 1), b"journal", keep=2)
+    agent, other = (FakeAgent(head.launcher, head.key, b"agent.%d" % number) for number in (1, 2))
+    agent.sees = other.sees = False
+    head.launcher._members._nodes = 2
+    agent.join()
+    other.join()
+    head.start("learner.0.0")
+    engine = head.start("generator.0.0")
+    copy_to_head(agent, tmp_path / "there")
+    assert began.wait(PATIENCE_S)
+
+    agent.socket.close()
+    while head.launcher._members.by_agent.keys() != {b"agent.2"}:  # its lease is over
+        other.beat(generator_0_0=None)
+        time.sleep(0.1)
+    ranks: list[Any] = []
+    starting = threading.Thread(target=lambda: ranks.append(head.start("learner.0.1")))
+    starting.start()
+    came = set()
+    until = time.monotonic() + 1.5 * LEASE_S
+    while time.monotonic() < until:
+        assert not other.beat(generator_0_0=None).start
+        came |= {rank.came for rank in ranks}
+        time.sleep(0.1)
+    assert len(came) > 5, "timeouts.start_s has not begun"
+    assert engine.poll() is None and not starting.is_alive()
+
+    may_go_on.set()
+    while not (orders := other.beat(generator_0_0=None)).start:
+        time.sleep(0.1)
+    (start,) = orders.start
+    assert start.begin is not None and start.begin.name == "checkpoints/step-4", "it counts"
+
+
+def test_at_the_end_all_that_was_made_is_copied_however_long_the_disk_takes(
+    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hang_s = head.run.config.timeouts.hang_s = 2.0
+    finish = Arriving.finish
+
+    def slow(arriving: Arriving) -> bool:
+        time.sleep(2 * hang_s)
+        return finish(arriving)
+
+    monkeypatch.setattr(Arriving, "finish", slow)
+    begin(tmp_path / "checkpoints", 4)
+    commit(tmp_path / "checkpoints", Meta(4, 0, 1), b"journal", keep=2)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    write_digests(tmp_path / "model", tmp_path / "model" / DIGESTS)
+
+    agent = FakeAgent(head.launcher, head.key)
+    agent.sees = False
+    agent.join()
+    head.start("learner.0.0")
+    agent.made = made_in(tmp_path)
+    agent.beat(learner_0_0=None)
+    closing = threading.Thread(target=head.launcher.close)
+    closing.start()
+    while not agent.serve(tmp_path, learner_0_0=0).end:
+        pass
+    agent.beat(leaving=True)
+    closing.join(PATIENCE_S)
+
+    assert made_in(head.run.folder) == made_in(tmp_path)
+    assert "was not copied" not in capsys.readouterr().out
 
 
 def offered(agent: FakeAgent, **states: int | None) -> Sent | None:
@@ -346,7 +453,7 @@ def test_what_stands_in_the_heads_folder_is_held_by_another_machine_as_well(head
         assert offered(other) == sent, "it is sent to its end, though it has no name any more"
         assert offered(seeing, learner_0_0=None) is None and offered(third) is None
 
-        fetcher = Fetcher(tmp_path / "there")
+        fetcher = Fetcher(tmp_path / "there", FINISH_S)
         fetcher.begin(sent.name, sent.files)
         while not (whole := fetcher.ended()):
             assert whole is None
@@ -406,7 +513,9 @@ def test_what_is_asked_of_ranks_that_do_not_see_it_is_told_to_their_machine_and_
     assert start.begin.changes == agent.changes and orders.wish == second, "it is asked for again"
 
 
-def test_agents_of_the_head_before_come_back_with_what_lives_there(run: RunFile) -> None:
+def test_agents_of_the_head_before_come_back_with_what_lives_there(
+    run: RunFile, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_curve_key(run.folder, KEY_FILE)
     key = (run.folder / KEY_FILE).read_bytes()
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -442,6 +551,7 @@ def test_agents_of_the_head_before_come_back_with_what_lives_there(run: RunFile)
         thread.join(0.1)
     (launcher,) = made
     found = launcher.found
+    assert "not back, so their leases are over: 1" in capsys.readouterr().out
     assert launcher.is_back and {name: each.incarnation for name, each in found.items()} == {
         "broker.0": 0,
         "generator.0": 1,

@@ -173,10 +173,10 @@ def test_only_whole_groups_are_left_out() -> None:
         Sample(0.0, "train", i, i // 4, 0, 0.0, False, "done", 1.0, [1] * 10, [0.0] * 10, [0] * 10, [])
         for i in range(80)
     ]
-    assert chosen(samples, 10_000) == samples
-    some = chosen(samples, 300)
-    groups = [sample.group_id for sample in some]
-    assert sum(len(sample.token_ids) for sample in some) <= 300
+    assert chosen(enumerate(samples), 10_000) == ([*range(80)], 80)
+    some, kept = chosen(enumerate(samples), 300)
+    groups = [samples[number].group_id for number in some]
+    assert kept == 80 and sum(len(samples[number].token_ids) for number in some) <= 300
     assert all(groups.count(group) == 4 for group in groups) and len(set(groups)) >= 5
 
 

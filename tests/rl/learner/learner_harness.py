@@ -32,6 +32,7 @@ from rl.wire.messages import (
     SaveRequest,
     Stop,
     Version,
+    in_frames,
 )
 from rl.wire.run import RunFile
 from rl.wire.sockets import identity, open_socket, send, send_to
@@ -142,7 +143,7 @@ class Harness:
 
     def send_batch(self, batch_parts: list[BatchPart]) -> None:
         for socket, batch_part in zip(self.batch_parts, batch_parts, strict=True):
-            send(socket, batch_part)
+            send(socket, in_frames(batch_part))
 
     def train(self, batches: list[list[BatchPart]]) -> list[Metrics]:
         """Serve every batch as it is asked for; returns the metrics rows."""

@@ -47,3 +47,10 @@ def test_the_proximal_policy_is_computed_for_those_that_need_it() -> None:
 
     assert needs("algo.loss=decoupled_ppo") and needs("algo.correction.mask=token") and not needs("algo.loss=grpo")
     assert not needs("algo.loss=decoupled_ppo", "algo.options={proximal: interpolated}")
+
+
+@pytest.mark.parametrize(("turns", "most"), [(1, 100), (50, 1000)])
+def test_an_episode_has_no_more_tokens_than_its_context(turns: int, most: int) -> None:
+    """Else a punishment of long episodes begins where none can be, and a mean over the most tokens is almost 0."""
+    settings = ["sampling.max_tokens=100", "generator.max_model_len=1000", f"env.max_turns={turns}"]
+    assert make_algorithm(load_config(None, settings)).max_tokens == most

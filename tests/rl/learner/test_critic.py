@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from rl.config.schema import Config, load_config
 from rl.learner.trainer import Trainer
 from rl.learner.update import CriticStats, UpdateStats, accumulate_critic, with_values
-from rl.models.packing import Pack, dummy_pack, make_packs
+from rl.models.packing import Pack, dummy_pack, make_packs, sequence_pack
 from rl.models.policy import Critic
 from rl.wire.messages import BatchPart
 from tests.rl.learner.learner_harness import make_batch
@@ -143,6 +143,17 @@ def test_gradient_and_loss_are_those_of_the_mean_over_tokens(critic: Critic, cli
     for name, parameter in critic.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_values_of_a_critic_in_bfloat16_differ_by_less_than_one_in_a_hundred(folder: Path) -> None:
+    """Else neighbouring tokens would be equally good: at 50 numbers of bfloat16 are a quarter apart."""
+    critic = Critic.load(folder).to(torch.bfloat16)
+    with torch.no_grad():
+        critic.head.weight.normal_(std=0.01)
+        critic.head.bias.fill_(50.0)
+        values = critic(sequence_pack(np.random.default_rng(0).integers(0, VOCAB, 500).tolist()))
+    assert values.dtype == torch.float32
+    assert len(values.unique()) > 250 and values[1:].std() < 1
 
 
 def test_explained_variance() -> None:

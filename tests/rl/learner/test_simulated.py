@@ -9,29 +9,68 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import zmq
 
-from rl.learner.simulated import simulated_weights
+from rl.learner.simulated import simulated_loss, simulated_weights
 from rl.store.checkpoint_folder import latest, read_journal, read_meta
 from rl.weights import make_receiver
 from rl.weights.channel import Receiver
+from rl.wire import codec
 from rl.wire.messages import (
     BatchRequest,
     BatchUnderway,
     Done,
     EvalRequest,
     Fatal,
+    LongBatchPart,
     Metrics,
     PeerDied,
     Published,
     Version,
+    in_frames,
 )
-from rl.wire.sockets import send
+from rl.wire.sockets import identity, open_socket, send
 from rollout.broker.assembly import no_batch
 from tests.conftest import MakeRun
 from tests.rl.learner.learner_harness import Harness, make_batch
 
 SIMULATED = ("learner.kind=simulated", "learner.options.weight_bytes=4096", "weights.probe=false")
 MODULE = "rl.learner.simulated"
+
+
+def test_parts_longer_than_a_frame_are_trained_and_joined_only_for_the_broker(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does not fit together shows who was believed: it is found when pieces are joined."""
+    monkeypatch.setattr(codec, "PIECE_BYTES", 64)
+    run = make_run(*SIMULATED, "steps=3", "learner.options.step_s=0.01")
+    batches = [make_batch(step) for step in range(3)]
+    long = in_frames(batches[0][0])
+    assert isinstance(long, LongBatchPart)
+    broken = LongBatchPart(long.part, {"token_ids": [np.zeros(3, np.float32)]})
+
+    with Harness(run, MODULE) as harness:
+        assert harness.take(BatchRequest).step == 0
+        peer = identity("env_server", 0)
+        send(open_socket(zmq.DEALER, run, "batches", 0, identity=peer, context=harness.context), broken)
+        assert "dropped message 1: stranger" in log_with(harness, "dropped message")
+        send(harness.batch_parts[0], broken)
+        assert "dropped message 2: pieces of column 'token_ids'" in log_with(harness, "message 2")
+
+        harness.send_batch(batches[0])
+        rows = [harness.take(Metrics), *harness.train(batches[1:])]
+        harness.finish()
+    expected = [simulated_loss(batch_part) for (batch_part,) in batches]
+    assert [row.values["train/loss"] for row in rows] == expected
+
+
+def log_with(harness: Harness, text: str) -> str:
+    """The ranks' logs, once they say this."""
+    deadline = time.monotonic() + 60
+    while text not in (log := harness.logs()):
+        assert time.monotonic() < deadline, log
+        harness.pump()
+    return log
 
 
 @pytest.mark.parametrize("transport, ranks", [("shm", 1), ("shm", 2), ("zmq", 2)])

@@ -256,3 +256,31 @@ def test_with_one_minibatch_the_proximal_policy_costs_no_forward(
     for minibatch in minibatches:
         trainer.update(minibatch, 0)
     assert len(calls) == forwards_per_pack * sum(len(minibatch.packs) for minibatch in minibatches)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("variant", ["critic", "lora"])
+def test_every_layer_tells_that_it_begins_in_a_forward_and_in_a_backward(
+    variant: str, recompute: bool, folder: Path
+) -> None:
+    """So that one long sample, which computes for minutes, is no hang."""
+    told = []
+    config = load_config(
+        None, [*SETTINGS, *VARIANTS[variant], f"learner.activation_checkpointing={str(recompute).lower()}"]
+    )
+    trainer = Trainer(
+        config,
+        folder,
+        last_step=STEPS,
+        before_forward=lambda *_: told.append("forward"),
+        before_layer=lambda *_: told.append("layer"),
+    )
+    (minibatch, *_) = trainer.minibatches(batch_part_of(0, 0, 1))
+    forwards = told.count("forward")
+    layers = told.count("layer")
+    assert layers == 2 * forwards, "what is computed without gradients"
+
+    trainer.update(minibatch, 0)
+    forwards = told.count("forward") - forwards
+    layers = told.count("layer") - layers
+    assert forwards > 0 and layers == (6 if recompute else 4) * forwards, "again where it is computed again"

@@ -160,7 +160,8 @@ def run_learner(run: RunFile, work: list[list[BatchPart]], evaluations: list[int
         receiver.close()
         report = msgspec.json.decode(harness.finish().report)
         if evaluations is not None:
-            assert [m.version.n for m in harness.inbox if isinstance(m, EvalRequest)] == evaluations
+            assert [harness.take(EvalRequest).version.n for _ in evaluations] == evaluations
+            assert not [each for each in harness.inbox if isinstance(each, EvalRequest)]
     return Trained(run, rows, wire, report)
 
 
@@ -221,6 +222,14 @@ def test_export_loads_in_transformers_with_the_same_logits(two_ranks: Trained, m
     with torch.no_grad():
         assert torch.equal(exported(ids).logits, fresh(ids).logits)
     assert not load_file(folder / "model.safetensors").keys() - exported.state_dict().keys()
+
+
+def test_an_evaluation_alone_writes_no_model(model_folder: Path) -> None:
+    """Else each would leave another copy of what it evaluates, of gigabytes."""
+    run = save_run(*SETTINGS, "steps=0", "eval.tasks=4", model_folder=model_folder)
+    run_learner(run, [], evaluations=[0])
+    assert not (run.folder / "model").exists()
+    shutil.rmtree(run.folder)
 
 
 def test_one_rank_continues_what_two_ranks_saved(two_ranks: Trained, model_folder: Path) -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl.config.lora import LoraOptions
 from rl.models import compiled, packed_attention
+from rl.models.families import FAMILIES
 from rl.models.head import token_logprobs
 from rl.models.packing import Pack, dummy_pack, make_packs
 from rl.models.policy import Critic, PackedModel, Policy
@@ -71,6 +74,45 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
+
+
+class Watched:
+    """What was told of compiling."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        self.told.append("begins")
+        yield
+        self.told.append("ends")
+
+
+def test_who_watches_knows_when_torch_compiles_and_when_it_does_no_more() -> None:
+    watched = Watched()
+    compiled.while_compiling(watched)
+    double = torch.compile(lambda values: values * 2, dynamic=True, backend="aot_eager")
+    leaf = torch.ones(3, requires_grad=True)
+    double(leaf).sum().backward()
+    told = [*watched.told]
+    assert told and told == ["begins", "ends"] * (len(told) // 2)
+
+    double(leaf).sum().backward()
+    assert watched.told == told, "nothing was compiled"
+
+
+def test_an_older_torch_says_no_more_than_that_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its callbacks take nothing."""
+    begin: list[Callable[[], None]] = []
+    end: list[Callable[[], None]] = []
+    older = SimpleNamespace(register_start_callback=begin.append, register_end_callback=end.append)
+    monkeypatch.setattr(torch._dynamo.callback, "callback_handler", older)
+    watched = Watched()
+    compiled.while_compiling(watched)
+    for callback in (*begin, *end):
+        callback()
+    assert watched.told == ["begins", "ends"]
 
 
 def packs() -> list[Pack]:
@@ -217,18 +259,6 @@ def test_routers_are_told_and_watched_as_before(
     assert graphs() > 0
 
 
-@pytest.mark.families
-@pytest.mark.parametrize("family", SHAPES)
-def test_every_family(tmp_path: Path, family: str) -> None:
-    folder = save_family(family, tmp_path, vocab_size=67)
-    plain, made = (Policy.load(folder, options=ModelOptions(compile=each)) for each in (False, True))
-    counted = []
-    for pack in packs():
-        equal(made, plain, pack)
-        counted.append(graphs())
-    assert 0 < counted[-1] == counted[1]
-
-
 # ---------------------------------------------------------------- the kernel of GPUs
 
 
@@ -250,10 +280,10 @@ def refused_by_age(device: torch.device, dtype: torch.dtype, head: int) -> str:
 def forward_of_segments(
     query: Tensor, key: Tensor, value: Tensor, query_bounds: Tensor, key_bounds: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """others: two lengths, causal, scale, and what is not asked for here."""
+    """others: two lengths, causal, scale, window, and what is not asked for here."""
     found = torch.empty_like(query)
     for own, seen in segments(query_bounds, key_bounds):
-        odds, _ = odds_of(query[own], key[seen], others[3])
+        odds, _ = odds_of(query[own], key[seen], others[3], others[4])
         found[own] = torch.einsum("hqk,khd->qhd", odds, spread(value[seen], query))
     return found, torch.zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
 
@@ -276,7 +306,7 @@ def backward_of_segments(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(each) for each in (query, key, value))
     for own, seen in segments(query_bounds, key_bounds):
-        odds, factor = odds_of(query[own], key[seen], scale)
+        odds, factor = odds_of(query[own], key[seen], scale, window_size)
         of_odds = torch.einsum("qhd,khd->hqk", grad[own], spread(value[seen], query))
         of_scores = odds * (of_odds - (odds * of_odds).sum(-1, keepdim=True)) * factor
 
@@ -291,11 +321,16 @@ def segments(queries: Tensor, keys: Tensor) -> list[tuple[slice, slice]]:
     return list(zip(*ends, strict=True))
 
 
-def odds_of(q: Tensor, k: Tensor, scale: float | None) -> tuple[Tensor, float]:
-    """(heads, queries, keys) of one segment, whose last query sees the last key; the factor of its scores."""
+def odds_of(q: Tensor, k: Tensor, scale: float | None, window: list[int] | None) -> tuple[Tensor, float]:
+    """(heads, queries, keys) of one segment, whose last query sees the last key; the factor of its scores.
+
+    window: how many keys before its own a query sees, if not all (-1).
+    """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.einsum("qhd,khd->hqk", q, spread(k, q)) * factor
     seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+    if window is not None and window[0] >= 0:
+        seen = seen.triu(len(k) - len(q) - window[0])
     return scores.masked_fill(~seen, -torch.inf).softmax(-1), factor
 
 
@@ -324,6 +359,22 @@ def test_a_layer_is_one_graph_where_the_kernel_is_that_of_gpus(
         counted.append(graphs())
     assert breaks() == 0
     assert counted[-1] == counted[1] <= 6  # layers, scores and slopes; once more for what is 1 in the first pack
+
+
+@pytest.mark.families
+@pytest.mark.usefixtures("varlen")
+@pytest.mark.parametrize("family", SHAPES)
+def test_every_family(tmp_path: Path, family: str) -> None:
+    """Of packs longer than the windows of those that have any."""
+    folder = save_family(family, tmp_path, vocab_size=67)
+    expected = Policy.load(folder, options=ModelOptions(attention="sdpa"))
+    made = Policy.load(folder, options=with_compiling(ModelOptions(attention="auto")))
+    counted = []
+    for pack in packs():
+        equal(made, expected, pack)
+        counted.append(graphs())
+    assert (breaks() > 0) == (FAMILIES[family].routing is not None), "experts stay as they are, and nothing else"
+    assert 0 < counted[-1] == counted[1]
 
 
 # ---------------------------------------------------------------- code

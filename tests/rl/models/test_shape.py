@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from rl.config.lora import LoraOptions
-from rl.models.families import mixtures, read_config
+from rl.models.families import FAMILIES, mixtures, read_config
 from rl.models.packing import sequence_pack
 from rl.models.policy import Policy
 from rl.models.protocol import ModelOptions
@@ -65,6 +67,24 @@ def test_parameters_are_those_of_the_model(family: str, tmp_path: Path) -> None:
     shape = ModelShape.of(read_config(tmp_path))
     assert shape.trained == pytest.approx(sum(each.numel() for each in policy.parameters()), rel=0.02)
     assert shape.served == pytest.approx(sum(each.tensor.numel() for each in policy.export()), rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", *sorted({*mixtures()} - {"glm4_moe"})])
+def test_locked_pages_are_each_tensors_next_power_of_two(family: str, ranks: int, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 208, "num_attention_heads": 4, "head_dim": 48, "intermediate_size": 720}
+    policy = Policy.load(save_family(family, tmp_path, **sizes))  # glm4_moe has layers of two kinds, told as their mean
+    parts = [-(-each.numel() // ranks) for each in policy.parameters()]
+    rounded = sum(2 ** math.ceil(math.log2(size)) for size in parts)
+    assert ModelShape.of(read_config(tmp_path)).locked(ranks) == pytest.approx(rounded / sum(parts), rel=0.03)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_head_is_tied_as_its_family_has_it_where_a_file_does_not_say(family: str) -> None:
+    """As in that of Gemma 3 1B, whose head would be 300 million parameters."""
+    config = CONFIG_MAPPING[family]()
+    told = {name: value for name, value in config.to_dict().items() if name != "tie_word_embeddings"}
+    assert ModelShape.of(told).tied == config.tie_word_embeddings
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from experiments.bench._measuring import random_batch_part
 from rl.config.damage import Damaged
 from rl.store.batch_files import drop_unneeded, read_batch_part, steps_kept, write_batch_part
 from rl.store.checkpoint_folder import Meta, begin, commit
+from rl.wire import codec
 from rl.wire.messages import encode
 
 
@@ -30,6 +31,22 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
     path.write_bytes(whole[:-1])
     with pytest.raises(Damaged, match="damaged"):
         read_batch_part(tmp_path, batch_part.step, batch_part.rank)
+
+
+@pytest.mark.parametrize("limit", [64, 1 << 26])
+def test_a_part_longer_than_a_piece_comes_back_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    batch_part = random_batch_part(2, 2, 4, (2, 6), 100)
+    frames = encode(batch_part)
+    monkeypatch.setattr(codec, "PIECE_BYTES", limit)
+    write_batch_part(tmp_path, batch_part)
+    monkeypatch.undo()
+    assert encode(read_batch_part(tmp_path, batch_part.step, batch_part.rank)) == frames
+
+    (path,) = (tmp_path / "batches").iterdir()
+    as_before = path.read_bytes()[16:] == msgspec.msgpack.encode(frames)
+    assert as_before == (limit == 1 << 26), "a part whose columns fit is written as it always was"
 
 
 def checkpoint(run_folder: Path, step: int) -> None:

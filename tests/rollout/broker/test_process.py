@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,6 +20,7 @@ from msgspec.structs import replace
 from experiments.bench._inbox import receive, receive_from
 from rl.observe.trace import read_trace
 from rl.observe.trace_events import Issued
+from rl.store.batch_files import read_batch_parts, write_batch_part
 from rl.wire.columns import register_configured
 from rl.wire.messages import (
     NO_OPINION,
@@ -30,6 +34,7 @@ from rl.wire.messages import (
     EvalRequest,
     Fatal,
     Journal,
+    LongBatchPart,
     Message,
     Metrics,
     PeerDied,
@@ -48,10 +53,13 @@ from rl.wire.messages import (
 )
 from rl.wire.run import RunFile
 from rl.wire.sockets import identity, open_socket, send, send_to
+from rollout.broker import process
+from rollout.broker.assembly import no_batch
 from rollout.broker.records import State
 from tests.conftest import MakeRun
 from tests.inbox import next_from
 from tests.reading import read_entries
+from tests.rollout.broker import short_frames
 from tests.rollout.trajectories import make_trajectory, with_sequence
 
 DEADLINE_S = 120.0
@@ -59,9 +67,10 @@ NEVER = 999  # a ticket that the broker has not issued
 
 
 class BrokerProcess:
-    def __init__(self, run: RunFile) -> None:
+    def __init__(self, run: RunFile, module: str = "rollout.broker.process") -> None:
         self.context = zmq.Context()
         self.run = run
+        self.module = module
         self.seq: dict[int, int] = {}  # by incarnation of the environment server
         self.to_supervisor: list[Message] = []
 
@@ -92,7 +101,7 @@ class BrokerProcess:
         return self.results_of(0)
 
     def begin(self, incarnation: int) -> None:
-        command = [sys.executable, "-m", "rollout.broker.process", "--run", str(self.run.folder)]
+        command = [sys.executable, "-m", self.module, "--run", str(self.run.folder)]
         self.process = subprocess.Popen([*command, "--incarnation", str(incarnation)], stderr=subprocess.PIPE)
         self.await_control(Register)
 
@@ -247,6 +256,45 @@ def test_a_whole_run(broker: BrokerProcess) -> None:
     assert report["eval"]["last"]["versions"] == {"1": 2}
     broker.tell_broker(Stop("done"))
     assert broker.process.wait(60) == 0
+
+
+def test_a_team_s_part_is_written_once_and_may_be_longer_than_a_frame(make_run: MakeRun) -> None:
+    run = make_run(*BASE, "learner.ranks=4", "learner.context_parallel=2", train_tasks=10)
+    with contextlib.closing(BrokerProcess(run, short_frames.__name__)) as broker:
+        send(broker.learner, Published(Version(0, 0)))
+        send(broker.learner, BatchRequest(0))
+        broker.join(0, 8)
+        for ticket in broker.tickets(4):
+            broker.deliver(ticket)
+
+        received = [_next(socket) for socket in broker.batch_parts]
+        long = [message for message in received if isinstance(message, LongBatchPart)]
+        assert len(long) == len(received)
+        parts = [message.joined() for message in long]
+        assert [part.rank for part in parts] == [0, 1, 2, 3]
+        assert [part.members for part in parts] == [[0, 2], [0, 2], [1, 3], [1, 3]]
+        for team in (parts[:2], parts[2:]):
+            assert encode(replace(team[0], rank=team[1].rank)) == encode(team[1])
+
+        written = sorted(path.name for path in (run.folder / "batches").iterdir())
+        assert written == ["000000.0.msgpack", "000000.2.msgpack"]
+        assert list(map(encode, read_batch_parts(run.folder))) == [encode(parts[0]), encode(parts[2])]
+        send(broker.learner, BatchRequest(0))  # as a learner that starts again from a checkpoint
+        assert [encode(_next(socket)) for socket in broker.batch_parts] == list(map(encode, received))
+
+
+def test_each_part_that_is_read_again_is_progress(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them may be many gigabytes, and the disk slow."""
+    run = make_run("learner.ranks=4", "learner.context_parallel=2")
+    part = no_batch(3, 9, 0, 0)
+    for rank in (0, 2):
+        write_batch_part(run.folder, replace(part, rank=rank))
+
+    told: list[tuple[int, int]] = []
+    broker: Any = SimpleNamespace(config=run.config, process=SimpleNamespace(run=run, progress=0), batches=range(4))
+    monkeypatch.setattr(process, "send", lambda rank, _: told.append((rank, broker.process.progress)))
+    process.Broker._send_again(broker, 3, range(4))
+    assert told == [(0, 0), (1, 0), (2, 1), (3, 1)] and broker.process.progress == 2
 
 
 @pytest.mark.parametrize("broker", [(*BASE, "rollout.group_size=8")], indirect=True)

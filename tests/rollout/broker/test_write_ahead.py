@@ -311,6 +311,41 @@ def test_damage_beside_the_log_is_one_line(tmp_path: Path, wide: Column) -> None
             list(log_at(path).read()[1])
 
 
+@pytest.mark.parametrize("kept", [0, 100_000])
+def test_the_larger_its_state_the_rarer_a_log_begins_anew(
+    kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run without checkpoints the state grows with every step: written at each so many events, it would stop the
+    broker for longer and longer."""
+    monkeypatch.setattr(write_ahead, "_LONG_EVENTS", 10)
+    log = log_at(tmp_path / "log")
+    log.begin(Kept(bytes(kept), []))
+    events = 0
+    while not log.is_long:
+        log.append(float(events), None)
+        log.flush()
+        events += 1
+    assert 10 + kept // 100 < events < 30 + kept // 100
+
+
+def test_a_log_begins_anew_as_often_whatever_stood_in_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each would be longer than the one before, and a successor would read for longer and longer."""
+    monkeypatch.setattr(write_ahead, "_LONG_EVENTS", 100)
+    log = log_at(tmp_path / "log")
+    lengths = []
+    for _ in range(3):
+        log.begin(Kept(bytes(10), []))
+        events = 0
+        while not log.is_long:
+            log.append(float(events), ServerHello(0, 0, 1))
+            log.flush()
+            events += 1
+        lengths.append(events)
+    assert lengths == lengths[:1] * 3
+
+
 def test_a_log_that_begins_anew_takes_the_columns_with_it(
     tmp_path: Path, wide: Column, monkeypatch: pytest.MonkeyPatch
 ) -> None:

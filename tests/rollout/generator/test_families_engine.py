@@ -25,8 +25,7 @@ MOST_USED = ("llama",)  # qwen3 is what all other tests of the engine run
 class FamilyRig(Rig):
     """Policy version n is the random model of seed n of one family; what the learner says of it is in `expected`.
 
-    All of that is made before the engine starts: vLLM runs some families with the classes of transformers, and changes
-    them in its process.
+    All of that is made before the engine starts, since vLLM runs some families with the classes of transformers.
     """
 
     def __init__(
@@ -57,6 +56,7 @@ class FamilyRig(Rig):
 )
 def test_engine_and_learner_agree_over_updates(family: str, tmp_path: Path) -> None:
     agree_over_updates(FamilyRig(family, tmp_path))
+    save_family(family, tmp_path / "again")  # as later tests of this process do
 
 
 @pytest.mark.docs

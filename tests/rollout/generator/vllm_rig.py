@@ -123,6 +123,7 @@ class Rig:
 
     def start(self) -> None:
         from vllm.envs import disable_envs_cache
+        from vllm.model_executor.models.transformers.base import Base
 
         from rollout.generator.engines import vllm, vllm_settings
 
@@ -136,6 +137,8 @@ class Rig:
             patch.setenv("TMPDIR", str(self.folder))  # its sockets go with the rig
             patch.setattr(tempfile, "tempdir", None)
             patch.setenv("LD_PRELOAD", "")  # vLLM's addition is for its own child, not for other tests'
+            if not self.own_process:  # later tests make models of the classes that vLLM changes to compile them
+                patch.setattr(Base, "_decorate_cls_for_torch_compile", lambda *_, **__: None)
             self.info = self.call(self.engine.start(), 240)
         self.processes = [p for p in psutil.Process().children(recursive=True) if p not in before and _is_engine(p)]
         assert bool(self.processes) == self.own_process

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from statistics import NormalDist
+
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -82,9 +86,26 @@ class Watched(Simulation):
         self.left += cancelled.intersection(held)
 
 
+def test_measured_values_are_drawn_as_if_each_stood_for_itself() -> None:
+    measured = Counter(float(int(100 * normal(1, draw) ** 2)) for draw in range(500))
+    apart = sorted(measured.elements())
+    drawn = Empirical.of(measured)
+    assert len(drawn.values) < len(apart) and drawn.mean == sum(apart) / len(apart)
+    for z in (-9.0, *(normal(2, draw) for draw in range(200)), 9.0):
+        place = NormalDist().cdf(z) * (len(apart) - 1)
+        assert drawn.at(z) == pytest.approx(np.interp(place, range(len(apart)), apart))
+    assert Empirical.of({7.0: 1}).at(0.5) == 7.0
+
+
 def test_means_and_reproducibility_of_distributions() -> None:
     draws = [normal(seed, 3) for seed in range(20_000)]
-    for drawn in (Gaussian(10, 10), LogNormal(3000, 1.0), Gaussian(5, 0), Constant(2), Empirical((1.0, 2.0, 4.0))):
+    for drawn in (
+        Gaussian(10, 10),
+        LogNormal(3000, 1.0),
+        Gaussian(5, 0),
+        Constant(2),
+        Empirical.of({1.0: 1, 2.0: 1, 4.0: 1}),
+    ):
         mean = sum(drawn.at(z) for z in draws) / len(draws)
         expected = 2.25 if isinstance(drawn, Empirical) else drawn.mean  # interpolated: (1.5 + 3) / 2
         assert mean == pytest.approx(expected, rel=0.05), drawn

@@ -15,6 +15,7 @@ import torch
 
 from rl.weights import make_receiver
 from rl.weights.channel import Entry, Receiver
+from rl.weights.host.shm_file import SlotsFile
 from rl.weights.host.tcp import TcpReceiver
 from rl.wire.messages import Version
 from rl.wire.run import RunFile
@@ -65,14 +66,10 @@ class Dying(TcpReceiver):
 
     left = 0
 
-    @property
-    def progress(self) -> int:
-        return 0
-
-    @progress.setter
-    def progress(self, received: int) -> None:
-        self.left -= received
-        if received and self.left < 0:
+    def _advance(self, slots: SlotsFile, nbytes: int) -> None:
+        super()._advance(slots, nbytes)
+        self.left -= nbytes
+        if nbytes and self.left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -241,6 +241,36 @@ def test_a_file_that_was_removed_is_made_again(
     assert not list(tmp_path.iterdir())
 
 
+def test_who_reads_a_removed_file_goes_on_while_another_is_made(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """That may take minutes."""
+    monkeypatch.setattr(shm_file, "FOLDER", tmp_path)
+    monkeypatch.setattr(shm_file, "_LOCK_DEADLINE_S", 0.5)
+    run = make_run()
+    writer = ShmSender(run, 0, ENTRIES)
+    writer.open()
+    write(writer, Version(0, 1), 1)
+    reader = ShmReceiver(run, "generator-0-0", 0)
+    reader.open(5)
+    reader.lease(Version(0, 1), 5)
+    slots_path(run.run_id).unlink()
+
+    map_pages = shm_file._map_pages
+    released: list[bool] = []
+
+    def mapping(data: np.ndarray) -> None:
+        if not released:
+            released.append(reader.release())
+        map_pages(data)
+
+    monkeypatch.setattr(shm_file, "_map_pages", mapping)
+    writer.receiver_died("generator-1", 0)
+    assert released == [True] and slots_path(run.run_id).exists()
+    reader.close()
+    writer.close()
+
+
 def test_slots_of_a_learner_that_comes_back_are_not_swept_but_adopted(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

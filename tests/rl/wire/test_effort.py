@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rollout.generator.starting import Effort, watched_start
+from rl.wire.effort import Effort, watched_start
 
 DEADLINE_S = 60
 BUSY = "while True: pass"
@@ -44,6 +44,18 @@ def test_what_works_below_this_process_advances_until_it_is_stopped(script: str)
                 time.sleep(0.01)
             effort.advanced()  # the last of it
             assert [effort.advanced() for _ in range(5)] == [False] * 5
+        finally:
+            child.kill()
+
+
+def test_a_kernel_that_counts_no_bytes_counts_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil has no `io_counters` there. Nothing else would advance a start, which would be ended as hung."""
+    monkeypatch.delattr(psutil.Process, "io_counters")
+    with subprocess.Popen([sys.executable, "-c", BUSY]) as child:
+        try:
+            effort = Effort()
+            for _ in range(3):
+                until_it_advances(effort)
         finally:
             child.kill()
 

@@ -31,9 +31,7 @@ class RewardInputs:
     tokens: Tensor  # (N,) int64, generated tokens
     turns: Tensor  # (N,) int64
     truncated: Tensor  # (N,) bool, cut by a limit of length or turns instead of ending by itself
-    max_tokens: (
-        int  # most that an episode can generate: sampling.max_tokens * env.max_turns, and no more than a context
-    )
+    max_tokens: int  # most that an episode of one context can generate (`Config.episode_tokens`)
 
 
 @dataclass(frozen=True)

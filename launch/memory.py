@@ -20,7 +20,7 @@ from rl.learner.simulated import simulated_options
 from rl.models.shape import ModelShape, logprob_chunk
 from rl.weights import DEVICE_CHANNELS
 from rollout.generator.engines import engine_options
-from rollout.generator.engines.environment import kv_cache_bytes, least_cache
+from rollout.generator.engines.environment import PROBED_AT_ONCE, kv_cache_bytes, least_cache
 
 _MASTER = 4  # bytes of a parameter, of its gradient and of each of Adam's two moments: float32
 _BATCHED_TOKENS = 8192  # of one engine step, at least (`vllm_settings`)
@@ -242,13 +242,14 @@ def _engine(config: Config, model: ModelShape, device: str) -> dict[str, int]:
 
 def _engine_gpu(config: Config, model: ModelShape) -> Need:
     """On a GPU an engine tries its largest step before it sizes the cache: its activations, and the logits of all
-    sequences, which sampling holds three times in float32."""
+    sequences, which sampling holds three times in float32. A probe comes when the cache is there already."""
     generator = config.generator
     options = engine_options(generator)
     tokens = options.max_num_batched_tokens or max(generator.max_model_len, _BATCHED_TOKENS)
     step = tokens * _bytes(generator.dtype) * 3 * (model.active // generator.tensor_parallel + model.hidden)
+    logits = max(3 * generator.max_num_seqs, 2 * PROBED_AT_ONCE)
     parts = _engine(config, model, "cuda") | {
-        "largest step": step + 3 * 4 * generator.max_num_seqs * model.vocabulary,
+        "largest step": step + 4 * logits * model.vocabulary,
         "CUDA": CONTEXT + (0 if options.enforce_eager else _GRAPHS),
     }
     # vLLM sizes its cache by this share, unless it is told the bytes.

@@ -171,11 +171,7 @@ class PackedModel(nn.Module):
             **together,
             **self._routing(pack, layout),
         )
-        hidden: Tensor = output.last_hidden_state[0]
-
-        if layout.segments.keys is None:  # no row is read twice
-            return hidden.index_select(0, layout.rows)
-        return rows_of(hidden, layout.rows)
+        return rows_of(output.last_hidden_state[0], layout.rows)
 
     def _routing(self, pack: Pack, layout: Layout) -> dict[str, Tensor]:
         """(C, layers, k) of each token that is computed: an entry stands at the token that its position predicts."""

@@ -125,7 +125,7 @@ class ModelShape:
         matrices += [(self.layers * 3, self.hidden * self.width - self.experts // 3), (2 - self.tied, self.matrix)]
         matrices += [(self.layers, self.experts // 3), (self.layers, 2 * self.experts // 3)]  # of all experts as one
 
-        parts = [(count, math.ceil(size / ranks)) for count, size in matrices if size]
+        parts = [(count, math.ceil(size / ranks)) for count, size in matrices if size > 0]
         rounded = sum(count * (1 << (size - 1).bit_length()) for count, size in parts)
         return rounded / sum(count * size for count, size in parts)
 

@@ -17,9 +17,9 @@ model, and generation goes on with the version before.
 A load takes as long as it takes: nothing here ends it but a receiver that stands still. How far it has come is written
 into a file of one number for each rank, because a rank that loads answers no call.
 
-Importing this module sets how linear layers keep their weights and how much routing is kept, which has to be known
-before a model is built. In a child of a generator it also ties that child to the generator's life: vLLM leaves its
-engine process running when the process that owns it is killed.
+Importing this module sets how linear layers keep their weights, how much routing is kept, and how many logits are made
+at once, which has to be known before a model is built. In a child of a generator it also ties that child to the
+generator's life: vLLM leaves its engine process running when the process that owns it is killed.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.v1.worker.gpu.sample import prompt_logprob
 
 from rl.config.lora import served_adapter
 from rl.weights import make_receiver
@@ -40,6 +41,7 @@ from rl.wire.messages import Version
 from rl.wire.run import RunFile
 from rollout.generator.engines import in_place
 from rollout.generator.engines.cpu import experts, unpacked
+from rollout.generator.engines.environment import PROBED_AT_ONCE
 from rollout.generator.engines.nameless import expect_no_names, forget_names
 from rollout.generator.engines.owner import die_with_owner
 from rollout.generator.engines.vllm_adapter import load_adapter
@@ -215,5 +217,6 @@ def with_head(pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
 unpacked.heed_environment()
 experts.heed_expert_map()
 make_room_for_the_aborted()
+prompt_logprob.CHUNK_SIZE = PROBED_AT_ONCE
 expect_no_names()
 die_with_owner()

@@ -79,6 +79,13 @@ def test_locked_pages_are_each_tensors_next_power_of_two(family: str, ranks: int
     assert ModelShape.of(read_config(tmp_path)).locked(ranks) == pytest.approx(rounded / sum(parts), rel=0.03)
 
 
+def test_locked_pages_of_experts_behind_smaller_layers() -> None:
+    """The mean of both kinds, as of GLM-4.5-Air, has fewer units than the experts; others have not less than none."""
+    of_layer = GIVEN | {"first_k_dense_replace": 1, "num_hidden_layers": 4, "intermediate_size": 128}
+    experts = {"n_routed_experts": 32, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64}
+    assert ModelShape.of(of_layer | experts).locked(1) == 1, "each matrix is a power of two already"
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_head_is_tied_as_its_family_has_it_where_a_file_does_not_say(family: str) -> None:
     """As in that of Gemma 3 1B, whose head would be 300 million parameters."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl.models.packing import make_packs
+from rl.models.packing import make_packs, sequence_pack
 from rl.models.policy import Critic, PackedModel, Policy
 from rl.models.protocol import ModelOptions
 from rl.models.shared_rows import rows_of
@@ -68,6 +68,17 @@ def test_a_model_adds_up_what_its_sequences_share_in_float32(kind: type[PackedMo
     with Adding() as adding:
         (output if isinstance(output, Tensor) else output.logp).sum().backward()
     assert adding.dtypes == [torch.float32] * (2 * len(model.decoder.layers) + 1)
+
+
+def test_equal_sequences_are_added_up_so_though_they_have_no_keys_in_common(tmp_path: Path) -> None:
+    """As a group of short answers that are all the same: each is computed once, and read by all."""
+    model = Policy.load(save_tiny(tmp_path), options=ModelOptions(torch.bfloat16))
+    pack = sequence_pack(*[list(range(1, 12))] * 16)
+    assert model.layout_of(pack).segments.keys is None
+    output = model(pack)
+    with Adding() as adding:
+        output.logp.sum().backward()
+    assert adding.dtypes == [torch.float32]
 
 
 @pytest.mark.gpu

@@ -16,7 +16,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.v1.engine import UtilityOutput
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from rl.config.failures import EngineDied
 from rl.wire.messages import Generate, Version
@@ -124,6 +128,28 @@ class Failing:
 
     async def _fail(self, name: str) -> NoReturn:
         raise Exception(f"Call to {name} method failed: {self._answer}")
+
+
+def asked_later() -> Any:
+    """Of an executor that knows that a rank has died."""
+    failed: Any = SimpleNamespace(rpc_broadcast_mq=object(), is_failed=True)
+    return MultiprocExecutor.collective_rpc(failed, "load")
+
+
+def waiting_already() -> Any:
+    """For the answer of a rank, when its executor shuts down."""
+    queue = MessageQueue(1, 1)
+    waiting: Any = MessageQueue.create_from_handle(queue.export_handle(), 0)
+    waiting.shutdown()
+    return waiting.dequeue(timeout=60)
+
+
+@pytest.mark.parametrize(("call", "answer"), [(asked_later, "Executor failed."), (waiting_already, "cancelled")])
+def test_these_are_vllms_own_words(call: Callable[[], Any], answer: str) -> None:
+    """What its core gives back to a call: the other tests say it in its place."""
+    output = UtilityOutput(1)
+    EngineCoreProc._invoke_utility_method("load", call, output, lambda _: None)
+    assert output.failure_message == f"Call to load method failed: {answer}"
 
 
 @pytest.mark.parametrize("answer", ["Executor failed.", "cancelled"])

@@ -8,6 +8,7 @@ steps again.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +52,9 @@ def read_batch_part(run_folder: Path, step: int, rank: int) -> BatchPart:
 
 def read_batch_parts(run_folder: Path) -> Iterator[BatchPart]:
     """Every saved batch part, by step and rank, one at a time. Raises Damaged."""
-    return (read_batch_part(run_folder, *place) for place in sorted(_places(run_folder)))
+    for place in sorted(_places(run_folder)):
+        with contextlib.suppress(FileNotFoundError):  # a run that goes on has dropped it meanwhile
+            yield read_batch_part(run_folder, *place)
 
 
 def steps_kept(run_folder: Path) -> list[int]:

@@ -8,13 +8,24 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from experiments.bench._measuring import random_batch_part
 from rl.config.damage import Damaged
-from rl.store.batch_files import drop_unneeded, read_batch_part, steps_kept, write_batch_part
+from rl.store.batch_files import drop_unneeded, read_batch_part, read_batch_parts, steps_kept, write_batch_part
 from rl.store.checkpoint_folder import Meta, begin, commit
 from rl.wire import codec
 from rl.wire.messages import encode
+
+
+def test_what_a_run_drops_while_it_is_read_is_left_out(tmp_path: Path) -> None:
+    part = random_batch_part(2, 2, 4, (2, 6), 100)
+    for step in range(3):
+        write_batch_part(tmp_path, replace(part, step=step))
+    parts = read_batch_parts(tmp_path)
+    assert next(parts).step == 0
+    drop_unneeded(tmp_path, 2, replay="off")
+    assert [each.step for each in parts] == [2]
 
 
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:

@@ -69,14 +69,15 @@ def gather_samples(folder: Path, run: RunFile) -> SamplePage:
 
 
 def chosen(samples: Iterable[tuple[int, Sample]], most_tokens: int) -> tuple[list[int], int]:
-    """The numbers of those to show, and of how many: whole groups (an evaluation of one version is one), every n-th
-    where not all fit."""
-    places: dict[tuple[str, int], int] = {}  # of a group among the groups
-    sizes: list[int] = []
+    """The numbers of those to show, and of how many: whole groups (of an evaluation, all of a task), every n-th where
+    not all fit. One that does not fit by itself is left out, unless none does."""
+    places: dict[tuple[str, int, int], int] = {}  # of a group among the groups
+    sizes = array("q")
     numbers = array("q")
     group_of = array("q")
     for number, sample in samples:
-        group = ("eval", max(sample.versions, default=-1)) if sample.kind == "eval" else ("train", sample.group_id)
+        by_task = (sample.task_index, max(sample.versions, default=-1))
+        group = (sample.kind, *(by_task if sample.kind == "eval" else (sample.group_id, 0)))
         place = places.setdefault(group, len(places))
         if place == len(sizes):
             sizes.append(0)
@@ -84,10 +85,12 @@ def chosen(samples: Iterable[tuple[int, Sample]], most_tokens: int) -> tuple[lis
         numbers.append(number)
         group_of.append(place)
 
+    fitting = [place for place, size in enumerate(sizes) if size <= most_tokens] or [*range(len(sizes))][:1]
     stride = 1
-    while sum(sizes[::stride]) > most_tokens and stride < len(sizes):
+    while sum(sizes[place] for place in fitting[::stride]) > most_tokens and stride < len(fitting):
         stride += 1
-    return [number for number, place in zip(numbers, group_of, strict=True) if place % stride == 0], len(numbers)
+    shown = set(fitting[::stride])
+    return [number for number, place in zip(numbers, group_of, strict=True) if place in shown], len(numbers)
 
 
 def _episode(sample: Sample, trained: Trained | None, pieces: Pieces) -> dict[str, Any]:

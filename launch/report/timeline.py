@@ -28,10 +28,12 @@ _ENDS = ["trained", "evaluated", "stale", "redundant", "filtered", "settled", "f
 _PARTS = ["reset", "generate", "step", "prefill", "decode", "load"]
 KINDS = [*_ENDS, *_PARTS]
 MOST_BARS = 1_500_000
+_KINDS = 256  # at most: one byte each
 _SPARE = 4  # a fourth more are held, before the shortest are left out
 _KIND = {name: number for number, name in enumerate(KINDS)}
 _ROLES = ("learner", "generator", "env_server")
 _MOST_REASONS = 12
+_HELD_REASONS = 1000  # a reason may quote a model, so that there is no end of them
 _MOST_TASKS = 20  # of one reason
 _NO_REF = (1 << 32) - 1
 _NO_TASK = -1  # the ticket was issued before the trace began
@@ -64,7 +66,8 @@ def gather_timeline(folder: Path, started: float, alarms: Sequence[RaisedAlarm] 
 class Lane:
     """The rows of one process. What begins takes the lowest free one and gives it back at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.rows = 0
         self._free: list[int] = []
 
@@ -92,36 +95,31 @@ class Bars:
         self.first = math.inf
         """The first begin."""
         self._left_out = 0
-        self._work: dict[tuple[Lane, int], Work] = {}  # of those that were left out
-        self.lane: list[Lane] = []
+        self._work: dict[tuple[int, int], Work] = {}  # of those that were left out
+        self.lane = array("I")
         self.row = array("H")
         self.begin = array("d")
         self.end = array("d")
         self.kind = array("B")
         self.ref = array("d")  # a ticket of a resumed run has more than 32 bits
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the next one makes the shortest be left out."""
-        return len(self.lane) >= MOST_BARS + MOST_BARS // _SPARE
-
     def add(self, bar: OpenBar, end: float) -> None:
-        if self.is_full:
+        if len(self.lane) >= MOST_BARS + MOST_BARS // _SPARE:
             self._leave_out()
         self.first = min(self.first, bar.begin)
-        self.lane.append(bar.lane)
+        self.lane.append(bar.lane.number)
         self.row.append(bar.row)
         self.begin.append(bar.begin)
         self.end.append(max(end, bar.begin))
         self.kind.append(bar.kind)
         self.ref.append(bar.ref)
 
-    def arrays(self, name: str, offsets: dict[Lane, int], rows: int, tick_s: float) -> tuple[Arrays, int]:
+    def arrays(self, name: str, offsets: np.ndarray, rows: int, tick_s: float) -> tuple[Arrays, int]:
         """The bars by row and time, and how many of the shortest had to be left out.
 
-        Within a row, a begin is told by its distance to the one before.
+        Within a row, a begin is told by its distance to the one before. offsets: the first row of each lane.
         """
-        row = np.array([offsets[lane] for lane in self.lane], np.uint32) + np.frombuffer(self.row, np.uint16)
+        row = offsets[np.frombuffer(self.lane, np.uint32)] + np.frombuffer(self.row, np.uint16)
         begin = np.frombuffer(self.begin, np.float64)
         length = self._seconds()
         kept = self._longest()
@@ -144,24 +142,24 @@ class Bars:
         left_out = self._left_out + len(row) - len(kept)
         return {f"{name}.{column}": values for column, values in columns.items()}, left_out
 
-    def work(self) -> dict[tuple[Lane, int], Work]:
+    def work(self) -> dict[tuple[int, int], Work]:
         """Of all bars by lane and kind, also of those that were left out."""
         found = dict(self._work)
         self._add_work(found, np.arange(len(self.lane)))
         return found
 
-    def _add_work(self, found: dict[tuple[Lane, int], Work], places: np.ndarray) -> None:
-        numbers = {lane: number for number, lane in enumerate(dict.fromkeys(self.lane))}
-        lanes = list(numbers)
-        lane = np.array([numbers[lane] for lane in self.lane], np.int64)[places]
-        kind = np.frombuffer(self.kind, np.uint8)[places]
+    def _add_work(self, found: dict[tuple[int, int], Work], places: np.ndarray) -> None:
+        lane = np.frombuffer(self.lane, np.uint32).astype(np.int64)
+        codes, group = np.unique((lane * _KINDS + np.frombuffer(self.kind, np.uint8))[places], return_inverse=True)
         seconds = self._seconds()[places]
+        longest = np.zeros(len(codes))
+        np.maximum.at(longest, group, seconds)
 
-        for number, code in np.unique(np.stack([lane, kind]), axis=1).T.tolist():
-            own = seconds[(lane == number) & (kind == code)]
-            count, summed, longest = found.get((lanes[number], code), (0, 0.0, 0.0))
-            now = count + len(own), summed + float(own.sum()), max(longest, float(own.max()))
-            found[lanes[number], code] = now
+        new = zip(np.bincount(group).tolist(), np.bincount(group, seconds).tolist(), longest.tolist(), strict=True)
+        for code, (count, summed, most) in zip(codes.tolist(), new, strict=True):
+            key = divmod(code, _KINDS)
+            before = found.get(key, (0, 0.0, 0.0))
+            found[key] = (before[0] + count, before[1] + summed, max(before[2], most))
 
     def _seconds(self) -> np.ndarray:
         return np.frombuffer(self.end, np.float64) - np.frombuffer(self.begin, np.float64)
@@ -178,8 +176,7 @@ class Bars:
         self._left_out += len(left)
         self._add_work(self._work, left)
 
-        self.lane = [self.lane[place] for place in kept.tolist()]
-        for name in ("row", "begin", "end", "kind", "ref"):
+        for name in ("lane", "row", "begin", "end", "kind", "ref"):
             column = getattr(self, name)
             setattr(self, name, array(column.typecode, np.asarray(column)[kept].tobytes()))
 
@@ -228,12 +225,12 @@ class Builder:
             case m.Issued(ticket=ticket, task=task):
                 self._tasks[ticket] = task
             case m.TicketEnded(ticket, end, reason):
-                self._ends[ticket] = _KIND.get(end, _KIND["open"])
+                self._ended(ticket, _KIND.get(end, _KIND["open"]))
                 task = self._tasks.pop(ticket, _NO_TASK)
                 if reason:
-                    self._reasons[reason][task] += 1
+                    self._failed(reason, task)
             case m.TakenBack(ticket):
-                self._ends[ticket] = _KIND["stale"]
+                self._ended(ticket, _KIND["stale"])
             case m.Pulse() as pulse:
                 self._pulse(pulse, source)
 
@@ -251,6 +248,18 @@ class Builder:
                 self._marks.append((now, "weights", f"{source.role}.{source.index}", f"version {version}"))
             case event:
                 self._bar(event, now, source)
+
+    def _ended(self, ticket: int, kind: int) -> None:
+        self._ends[ticket] = kind
+        if len(self._ends) > MOST_BARS:
+            self._note_ends()
+
+    def _failed(self, reason: str, task: int) -> None:
+        """Of too many reasons the more frequent half stays."""
+        self._reasons[reason][task] += 1
+        if len(self._reasons) > _HELD_REASONS:
+            frequent = sorted(self._reasons, key=lambda each: -self._reasons[each].total())[: _HELD_REASONS // 2]
+            self._reasons = defaultdict(Counter, {each: self._reasons[each] for each in frequent})
 
     def _pulse(self, pulse: m.Pulse, source: Source) -> None:
         self._pulses[source] = pulse
@@ -314,18 +323,16 @@ class Builder:
 
     def _leave_seat(self, ticket: int, now: float) -> None:
         if seat := self._seats.pop(ticket, None):
-            if self._episodes.is_full:
-                self._note_ends()
             self._episodes.add(seat, now)
             seat.lane.give(seat.row)
 
     def _note_ends(self) -> None:
-        """Give each episode's bar the end of its ticket, and forget it; what is told later of a ticket counts."""
+        """Give each episode's bar the end of its ticket, and forget it, but for episodes that go on; what is told later
+        of a ticket counts."""
         kinds = self._episodes.kind
         for number, ticket in enumerate(self._episodes.ref):
             kinds[number] = self._ends.get(int(ticket), kinds[number])
-        for ticket in self._episodes.ref:
-            self._ends.pop(int(ticket), None)
+        self._ends = {ticket: self._ends[ticket] for ticket in self._seats if ticket in self._ends}
 
     def _close(self, key: tuple[Any, ...], now: float) -> OpenBar | None:
         bar = self._open.pop(key, None)
@@ -344,7 +351,7 @@ class Builder:
             self._leave_seat(ticket, now)
 
     def _lane(self, source: Source) -> Lane:
-        return self._lanes.setdefault((source.role, source.index), Lane())
+        return self._lanes.setdefault((source.role, source.index), Lane(len(self._lanes)))
 
     def timeline(self) -> Timeline:
         self._abandon(None, self._last)
@@ -354,10 +361,10 @@ class Builder:
 
         place = {role: number for number, role in enumerate(_ROLES)}
         names = sorted(self._lanes, key=lambda name: (place.get(name[0], len(place)), name))
-        offsets: dict[Lane, int] = {}
+        offsets = np.zeros(len(names), np.uint32)  # by the number of a lane
         rows = 0
         for name in names:
-            offsets[self._lanes[name]] = rows
+            offsets[self._lanes[name].number] = rows
             rows += self._lanes[name].rows
 
         tick_s = max(1e-6, self._last / (_NO_REF - 1))
@@ -391,9 +398,8 @@ class Builder:
     def _work(self, names: list[tuple[str, int]]) -> list[dict[str, Any]]:
         """The work of each lane, by kind of part: how many, their mean and the longest in seconds."""
         kinds = list(self._kinds)
-        work = sorted(self._parts.work().items(), key=lambda each: each[0][1])
-        found: dict[Lane, dict[str, Any]] = {self._lanes[name]: {} for name in names}
-        for (lane, kind), (count, seconds, longest) in work:
+        found: dict[int, dict[str, Any]] = {self._lanes[name].number: {} for name in names}
+        for (lane, kind), (count, seconds, longest) in sorted(self._parts.work().items()):
             found[lane][kinds[kind]] = (count, seconds / count, longest)
         return list(found.values())
 

@@ -180,6 +180,22 @@ def test_only_whole_groups_are_left_out() -> None:
     assert all(groups.count(group) == 4 for group in groups) and len(set(groups)) >= 5
 
 
+def test_an_evaluation_of_more_tokens_than_are_shown_hides_no_other_sample() -> None:
+    def sample(kind: str, task: int, group: int, version: int) -> Sample:
+        return Sample(0.0, kind, 0, group, task, 0.0, False, "done", 1.0, [1] * 10, [0.0] * 10, [version] * 10, [])
+
+    first = [sample("eval", task, -1, 0) for task in range(40) for _ in range(2)]
+    trained = [sample("train", 0, group, 1) for group in range(20) for _ in range(4)]
+    some, kept = chosen(enumerate(first + trained), 300)
+    assert kept == 160 and 200 <= 10 * len(some) <= 300
+    assert sum(number >= len(first) for number in some) >= 8 <= sum(number < len(first) for number in some)
+    assert all(number ^ 1 in some for number in some if number < len(first)), "all of a task"
+
+    long = [sample("train", 0, 7, 1) for _ in range(50)]
+    assert set(chosen(enumerate(long + trained), 300)[0]) <= {*range(50, 130)}
+    assert chosen(enumerate(long), 300) == ([*range(50)], 50) and chosen([], 300) == ([], 0)
+
+
 # ---------------------------------------------------------------- the trace as bars
 
 

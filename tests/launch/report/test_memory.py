@@ -159,3 +159,25 @@ def test_bars_that_are_not_shown_take_no_memory_and_count_as_work(monkeypatch: p
     assert set((found.arrays["episodes.length"] * found.facts["tick"]).round().tolist()) == {5.0}, "the longest"
     assert found.facts["leftOut"] == 2 * (2000 - 400) and found.facts["first"] == 0.0
     assert found.facts["work"] == [{"generate": (2000, pytest.approx(3.0), 5.0)}]
+
+
+def test_tickets_without_an_episode_and_reasons_without_end_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bars, "MOST_BARS", 400)
+
+    def built(tickets: int) -> bars.Timeline:
+        builder = bars.Builder(0.0)
+        broker, server = Source("broker", 0, 0), Source("env_server", 0, 0)
+        builder.take(TraceRecord(0.0, server, ResetBegan(tickets)))
+        builder.take(TraceRecord(1.0, broker, TicketEnded(tickets, "stale")))
+        for ticket in range(tickets):
+            builder.take(TraceRecord(2.0, broker, TicketEnded(ticket, "redundant")))
+            reason = "time-out" if ticket % 3 else f"the judge cannot read {ticket}"
+            builder.take(TraceRecord(2.0, broker, TicketEnded(ticket, "failed", reason)))
+        builder.take(TraceRecord(3.0, server, EpisodeEnded(tickets, "cancelled", 1)))
+        return builder.timeline()
+
+    assert peak(lambda: built(LONGER * 3000)) < MOST_GROWTH * peak(lambda: built(3000))
+
+    found = built(3000)
+    assert found.failures[0][:2] == ("time-out", 2000)
+    assert found.arrays["episodes.kind"].tolist() == [bars.KINDS.index("stale")], "told before its episode was over"

@@ -205,7 +205,7 @@ def read_run(folder: Path) -> tuple[Config, Measured]:
     config = validate(yaml.safe_load((folder / "config.yaml").read_text()))
     steps = _Steps(read_lines(path, dict[str, Any]), config)
     if steps.count < 4:
-        raise ConfigError(f"{str(path)!r} has {steps.count} training steps; a fit needs 4 or more")
+        raise ConfigError(f"{str(path)!r} has {steps.count} training steps with rollout; a fit needs 4 or more")
 
     sizes = _from_batches(folder)
     guessed = ALWAYS_GUESSED if sizes else WITHOUT_BATCHES + ALWAYS_GUESSED
@@ -243,6 +243,9 @@ _AVERAGED = (
 )
 
 
+_NEEDED = {"time/step", "rollout/env_s", "rollout/turns"}
+
+
 class _Steps:
     """What the rows of metrics say of a run's steps, but for the first one, which contains the start.
 
@@ -260,7 +263,7 @@ class _Steps:
         before: dict[str, Any] = {}
 
         for row in rows:
-            if "time/step" not in row:
+            if not row.keys() >= _NEEDED:  # of an evaluation, or of training without rollout
                 continue
             self.count += 1
             if self.count > 1:

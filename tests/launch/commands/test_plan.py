@@ -201,6 +201,18 @@ def test_bad_input_is_one_line(arguments: list[str], named: str, capsys: pytest.
     assert named in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("steps", [3, 8])
+def test_a_run_without_rollout_has_no_splits(
+    tmp_path: Path, config: Config, capsys: pytest.CaptureFixture[str], steps: int
+) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    rows = [{"step": step, "time": float(step), "time/step": 1.0, "train/loss": 2.0} for step in range(steps)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["plan", "--run", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "has 0 training steps with rollout" in error and error.count("\n") == 1
+
+
 def test_splits_without_the_memory_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of 8B on GPUs of 64 GB, whose weights, gradients and optimizer need three ranks."""
     (tmp_path / "config.json").write_text(json.dumps(EIGHT_B | {"model_type": "qwen3"}))

@@ -395,6 +395,8 @@ class Agent:
                     killed[name] = -signal.SIGKILL if ended is None else ended
                 self._send(m.Beat(self._lease.beat(boot_time()), killed, self._logs(), self._is_shared, leaving=True))
             clean_up(self._run.run_id)
+            if orderly:  # nothing runs here any more: what is dropped has the time of a disk, and not of a lease
+                os.write(self._lease_fd, LEASE.pack(boot_time() + self._run.save_s))
             self._fetcher.close()
 
         self._socket.close(linger=_ARRIVES_MS if orderly else 0)

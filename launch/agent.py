@@ -156,6 +156,7 @@ class Agent:
             return {}
         found = {}
         room = m.CHUNK_BYTES
+
         for name in self._states:
             with contextlib.suppress(FileNotFoundError), self._log(name).open("rb") as log:
                 size = log.seek(0, os.SEEK_END)

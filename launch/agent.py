@@ -150,17 +150,21 @@ class Agent:
         return min(1.0, self._lease.seconds / 10)
 
     def _logs(self) -> dict[str, tuple[int, bytes]]:
-        """What the head lacks of the logs, where it does not see them. Of what is long, the end."""
+        """What the head lacks of the logs, where it does not see them. Of what is long, the end; of many, some now: a
+        message that is too long ends the connection."""
         if self._is_shared:
             return {}
         found = {}
+        room = m.CHUNK_BYTES
+
         for name in self._states:
             with contextlib.suppress(FileNotFoundError), self._log(name).open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
                 begin = max(self._held.get(name, 0), size - m.TAIL_BYTES)
                 log.seek(begin)
-                if data := log.read(m.TAIL_BYTES):
+                if data := log.read(min(m.TAIL_BYTES, room)):
                     found[name] = begin, data
+                    room -= len(data)
         return found
 
     def _log(self, name: str) -> Path:
@@ -294,7 +298,8 @@ class Agent:
             if ended:
                 self._fetcher.drop_checkpoints(name for name in made_in(self._run.folder) if name != self._copy.name)
             self._copy = None
-        elif ended is False and self._begun is not None:  # damaged on its way
+        elif ended is False and self._begun is not None:
+            print(f"! {self._begun.name} was damaged on its way, and is fetched again", file=sys.stderr, flush=True)
             self._fetcher.begin(self._begun.name, self._begun.files)
 
         self._ask()
@@ -395,6 +400,8 @@ class Agent:
                     killed[name] = -signal.SIGKILL if ended is None else ended
                 self._send(m.Beat(self._lease.beat(boot_time()), killed, self._logs(), self._is_shared, leaving=True))
             clean_up(self._run.run_id)
+            if orderly:  # nothing runs here any more: what is dropped has the time of a disk, and not of a lease
+                os.write(self._lease_fd, LEASE.pack(boot_time() + self._run.save_s))
             self._fetcher.close()
 
         self._socket.close(linger=_ARRIVES_MS if orderly else 0)
@@ -480,11 +487,14 @@ class Files:
 
         self.came += self._tries[part.file] <= TRIES
         self._asked_at = float("-inf")
-        if partial.stat().st_size < wanted.size:
+        size = part.offset + len(part.data)
+        if size < wanted.size:
             return
 
-        if (partial.stat().st_size, self._digest.hexdigest()) != (wanted.size, wanted.digest):
-            partial.unlink()  # somebody has written into it; it is asked for again
+        if (size, self._digest.hexdigest()) != (wanted.size, wanted.digest):
+            if self._tries[part.file] == TRIES:
+                print(f"! the head's {part.file} was changed since the run began", file=sys.stderr, flush=True)
+            partial.unlink()  # it is asked for again
             return
         partial.rename(self._path(part.file))
         del self._wanted[0]

@@ -141,14 +141,18 @@ class ClusterLauncher:
         said = ""
         begun = boot_time()
 
-        while (name := self._still_to_come()) and self._thread.is_alive():
+        while name := self._still_to_come():
+            why = ""
+            if self._failure is not None:
+                why = told(self._failure)
+            elif boot_time() > max(begun, self._copying.heard) + patience_s:
+                why = f"nothing came for {patience_s:g} s"
+            if why:
+                print(f"! {name} was not copied: {why}; it stands on its machine", flush=True)
+                return
+
             if name != said:
                 print(f"copying {name} from the learner's machine", flush=True)
-            if boot_time() > max(begun, self._copying.heard) + patience_s:
-                print(
-                    f"! {name} was not copied: nothing came for {patience_s:g} s; it stands on its machine", flush=True
-                )
-                return
             said = name
             time.sleep(_TURN_S)
 

@@ -98,6 +98,11 @@ class Copying:
                 return opened.part(ask)
         return None
 
+    def _made(self, name: str) -> None:
+        """All ranks have: none fetches what they began from any more. It keeps its room as long as it is open."""
+        if self._sending is not None and step_of(name) > step_of(self._sending.name):
+            self._sending = None
+
     def hold(self, agent: bytes, made: Mapping[str, str]) -> None:
         """The ranks write into the head's folder, which its machine alone may have: this one is to hold the newest
         checkpoint as well. made: what it has. Call it at each of its beats."""
@@ -109,6 +114,7 @@ class Copying:
         self._second = None
         here = made_in(self._run.folder)
         name = max(here, key=step_of, default="")
+        self._made(name)
         if step_of(name) < 0 or made.get(name) == here[name]:
             return
         self._asked_for_at = boot_time()
@@ -164,6 +170,7 @@ class Copying:
         if whole is not None and self._under_way is not None:
             if whole:
                 self._fetcher.drop_checkpoints(self.copies.arrived(*self._under_way))
+                self._made(self._under_way[0])
             else:
                 print(f"! {self._under_way[0]} was damaged on its way, and is copied again", flush=True)
             self._under_way = None

@@ -74,16 +74,15 @@ class RemoteHandle:
             os.eventfd_write(self._event_fd, 1)
 
     def read(self, offset: int, data: bytes) -> None:
-        """What follows in its log. A part that was left out has a line instead; one that a full disk does not take is
-        told again."""
+        """What follows in its log. A part that was left out has a line instead; what a full disk does not take is told
+        again."""
         if offset < self.log_bytes:
             return
         left_out = offset - self.log_bytes
-        with contextlib.suppress(OSError):
-            with self.spec.log.open("ab" if self.log_bytes else "wb") as log:
-                log.write(f"\n({left_out} bytes stand on its machine)\n".encode() if left_out else b"")
-                log.write(data)
-            self.log_bytes = offset + len(data)
+        line = f"\n({left_out} bytes stand on its machine)\n".encode() if left_out else b""
+        with contextlib.suppress(OSError), self.spec.log.open("ab" if self.log_bytes else "wb", buffering=0) as log:
+            written = log.write(line + data)  # the disk may have room for a part of it
+            self.log_bytes = offset + max(0, written - len(line))
 
     def as_start(self, gpus: tuple[str, ...]) -> Start:
         """What an agent is told of it. gpus: those that it has there."""

@@ -41,11 +41,14 @@ def test_a_late_part_is_dropped(files: Files, tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["config.json"]
 
 
-def test_a_file_that_the_head_has_changed_is_no_progress_in_the_end(files: Files) -> None:
+def test_a_file_that_the_head_has_changed_is_no_progress_in_the_end_and_the_cause_is_told(
+    files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
     for _ in range(2 * TRIES):
         files.take(Part(NAME, 0, WHOLE[::-1]))
         assert files.ask(0.0) == Ask(NAME, 0)
     assert files.came == TRIES
+    assert capsys.readouterr().err == f"! the head's {NAME} was changed since the run began\n"
 
 
 def test_a_file_that_has_become_shorter_is_asked_for_now_and_then(files: Files) -> None:

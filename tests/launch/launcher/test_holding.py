@@ -13,7 +13,7 @@ import pytest
 from launch.agent import Agent
 from launch.launcher import folders
 from launch.launcher.folders import Fetcher, Opened, made_in
-from launch.launcher.node_messages import CHUNK_BYTES, Ask, Begin, Part, Sent
+from launch.launcher.node_messages import CHUNK_BYTES, TAIL_BYTES, Ask, Begin, Part, Sent
 from rl.store.checkpoint_folder import Meta, begin, commit, steps_of, verify
 from tests.conftest import MakeRun
 
@@ -141,6 +141,21 @@ def test_what_ranks_begin_from_goes_before_a_copy(holder: Holder) -> None:
     assert (holder.run.folder / "changes.jsonl").read_bytes() == b"a line\n"
 
 
+def test_what_ranks_begin_from_is_fetched_again_where_it_was_damaged_and_that_is_told(
+    holder: Holder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = holder.opened(8)
+    holder.agent._begin_from(Begin(1000, counts.name, counts.digest, counts.files, b""))
+    holder.agent._look()
+    first, *_ = holder.asked
+    whole = counts.part(first)
+    holder.asked.remove(first)
+    holder.agent._from_head(Part(whole.file, whole.offset, b"x" * len(whole.data)), b"")
+    holder.gets(counts)
+    assert capsys.readouterr().err == "! checkpoints/step-8 was damaged on its way, and is fetched again\n"
+    assert verify(holder.run.folder / "checkpoints" / "step-8").step == 8
+
+
 def test_ranks_that_die_while_what_they_begin_from_is_fetched_go_on_with_what_has_come(
     holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,3 +214,17 @@ def test_ranks_that_begin_elsewhere_do_not_wait_for_what_is_written_to_the_disk(
     may_go_on.set()
     holder.gets(counts)
     assert holder.left() == ["step-8"]
+
+
+def test_many_long_logs_come_one_after_the_other(holder: Holder) -> None:
+    """As after a time in which the head's disk was full. A beat that is too long is none: the machine is lost."""
+    names = [f"env_server.{number}.0" for number in range(100)]
+    (holder.run.folder / "logs").mkdir(exist_ok=True)
+    for name in names:
+        (holder.run.folder / "logs" / f"{name}.log").write_bytes(bytes(2 * TAIL_BYTES))
+    holder.agent._states = dict.fromkeys(names)
+    holder.agent._held = {}
+    while found := holder.agent._logs():
+        assert sum(len(data) for _, data in found.values()) <= CHUNK_BYTES
+        holder.agent._held |= {name: begin + len(data) for name, (begin, data) in found.items()}
+    assert holder.agent._held == dict.fromkeys(names, 2 * TAIL_BYTES)

@@ -248,6 +248,7 @@ def _engine_gpu(config: Config, model: ModelShape) -> Need:
     tokens = options.max_num_batched_tokens or max(generator.max_model_len, _BATCHED_TOKENS)
     step = tokens * _bytes(generator.dtype) * 3 * (model.active // generator.tensor_parallel + model.hidden)
     logits = max(3 * generator.max_num_seqs, 2 * PROBED_AT_ONCE)
+
     parts = _engine(config, model, "cuda") | {
         "largest step": step + 4 * logits * model.vocabulary,
         "CUDA": CONTEXT + (0 if options.enforce_eager else _GRAPHS),

@@ -75,12 +75,14 @@ def chosen(samples: Iterable[tuple[int, Sample]], most_tokens: int) -> tuple[lis
     sizes = array("q")
     numbers = array("q")
     group_of = array("q")
+
     for number, sample in samples:
         by_task = (sample.task_index, max(sample.versions, default=-1))
         group = (sample.kind, *(by_task if sample.kind == "eval" else (sample.group_id, 0)))
         place = places.setdefault(group, len(places))
         if place == len(sizes):
             sizes.append(0)
+
         sizes[place] += len(sample.token_ids)
         numbers.append(number)
         group_of.append(place)
@@ -89,6 +91,7 @@ def chosen(samples: Iterable[tuple[int, Sample]], most_tokens: int) -> tuple[lis
     stride = 1
     while sum(sizes[place] for place in fitting[::stride]) > most_tokens and stride < len(fitting):
         stride += 1
+
     shown = set(fitting[::stride])
     return [number for number, place in zip(numbers, group_of, strict=True) if place in shown], len(numbers)
 

@@ -64,9 +64,12 @@ def gather_timeline(folder: Path, started: float, alarms: Sequence[RaisedAlarm] 
 
 
 class Lane:
-    """The rows of one process. What begins takes the lowest free one and gives it back at its end."""
+    """The rows of one process. What begins takes the lowest free one and gives it back at its end.
 
-    def __init__(self, number: int) -> None:
+    number: of the lane, where there are several.
+    """
+
+    def __init__(self, number: int = 0) -> None:
         self.number = number
         self.rows = 0
         self._free: list[int] = []

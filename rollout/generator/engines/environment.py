@@ -23,8 +23,9 @@ _CPU_CACHE = 64 << 20
 _BLOCK = {"cpu": 32, "cuda": 16}
 """Tokens of one KV block, by device: vLLM's default, which some kernels change."""
 PROBED_AT_ONCE = 128
-"""Tokens whose logits an engine on a GPU makes at once for a probe, and twice: of two such parts, one behind the other.
-vLLM makes those of the whole step, also of requests that are computed again beside it, and would take 1024."""
+"""Tokens whose logits an engine on a GPU makes at once for a probe; two such parts live at a time.
+
+vLLM makes the logits of the whole step, also of requests that are computed again beside it, and takes 1024 at once."""
 HOW_TO_BEGIN = "VLLM_WORKER_MULTIPROC_METHOD"
 """vLLM's variable: its processes begin anew (`spawn`) or as copies of the one that starts them (`fork`)."""
 

@@ -17,8 +17,8 @@ model, and generation goes on with the version before.
 A load takes as long as it takes: nothing here ends it but a receiver that stands still. How far it has come is written
 into a file of one number for each rank, because a rank that loads answers no call.
 
-Importing this module sets how linear layers keep their weights, how much routing is kept, and how many logits are made
-at once, which has to be known before a model is built. In a child of a generator it also ties that child to the
+Importing this module sets what has to be known before a model is built. This is how linear layers keep their weights,
+how much routing is kept, and how many logits are made at once. In a child of a generator it also ties that child to the
 generator's life: vLLM leaves its engine process running when the process that owns it is killed.
 """
 

@@ -21,7 +21,8 @@ from launch.machine import GIB, Machine
 from launch.memory import estimate
 from rl.config.schema import load_config
 from rl.models.shape import ModelShape
-from tests.launch.test_bad_configuration import EIGHT_B, EXPERIMENTS, FOUR_B, SEVEN_B, prepared_here
+from tests.launch.test_bad_configuration import EXPERIMENTS, prepared_here
+from tests.launch.test_memory import EIGHT_B, FOUR_B, SEVEN_B
 
 __all__ = ["prepared_here"]
 

@@ -18,8 +18,9 @@ from rl.models.shape import ModelShape
 from rl.wire.run import RunFile
 from rollout.generator.engines.environment import device_memory
 from tests.conftest import MakeRun
-from tests.launch.test_bad_configuration import EXPERIMENTS, THIRTY_B_A3B, prepared_here
+from tests.launch.test_bad_configuration import EXPERIMENTS, prepared_here
 from tests.launch.test_dry_run_elsewhere import BY_SIZE, QWEN3, a_laptop, folder_of, planned
+from tests.launch.test_memory import THIRTY_B_A3B
 
 __all__ = ["a_laptop", "prepared_here"]
 

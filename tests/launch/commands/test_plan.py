@@ -16,7 +16,7 @@ from launch.commands.plan import Candidate, best, candidates, figure_of
 from rl.config.schema import Config, load_config
 from rollout.simulate.distributions import Constant, Gaussian
 from rollout.simulate.recipe import Given, assumed, read_run
-from tests.launch.test_bad_configuration import EIGHT_B
+from tests.launch.test_memory import EIGHT_B
 from tests.test_end_to_end_simulated import finish, start
 
 RECIPE = Path("experiments/simulated.yaml")

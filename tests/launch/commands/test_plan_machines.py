@@ -24,7 +24,7 @@ from launch.fleet import (
     standing,
 )
 from rl.config.schema import Config, ConfigError, load_config
-from tests.launch.test_bad_configuration import EIGHT_B
+from tests.launch.test_memory import EIGHT_B
 
 BENCH = Path("experiments/results/bench")
 GB = 10**9

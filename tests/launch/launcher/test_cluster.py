@@ -37,7 +37,7 @@ from launch.launcher.node_messages import (
     codec,
 )
 from launch.launcher.protocol import Handle, Spec
-from rl.config.schema import ConfigError, load_config
+from rl.config.schema import ConfigError
 from rl.learner.changes import CHANGES, WISH
 from rl.observe.trace import boot_id
 from rl.store.checkpoint_folder import Meta, begin, commit, latest, read_journal
@@ -585,25 +585,3 @@ def test_a_port_of_the_head_before_that_is_taken_is_told_in_one_line(run: RunFil
         before = Before(Listens(other.getsockname()[1], 0, boot_id()), {"agent.1"})
         with pytest.raises(ConfigError, match="where agents look for the head: Address already in use"):
             ClusterLauncher(run, before=before)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        (["cluster.nodes=2", "network.transport=ipc"], "set network.transport=tcp"),
-        (["cluster.nodes=2", "weights.transport=shm"], "weights.transport=shm: no machine sees another's memory"),
-        (["cluster.nodes=2", "cluster.engine=ssh"], "host names"),
-        (["cluster.nodes=[one, two]"], "host names"),
-        (["cluster.nodes=-1"], "0 to 1024 machines"),
-        (
-            ["cluster.nodes=2", "cluster.place={learner: [3]}"],
-            r"place.learner=\[3\]: machines are numbers from 1 to nodes",
-        ),
-        (["cluster.nodes=2", "cluster.place={broker: [1]}"], "broker"),
-        (["cluster.nodes=2", "cluster.lease_s=0"], "lease_s"),
-    ],
-)
-def test_machines_that_cannot_be_are_refused_in_one_line(overrides: list[str], text: str) -> None:
-    with pytest.raises(ConfigError, match=text) as refused:
-        load_config(None, ["network.transport=tcp", *overrides])
-    assert "\n" not in str(refused.value)

@@ -59,12 +59,13 @@ class ForkServer:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.settimeout(deadline_s)
         command = [sys.executable, "-m", "launch.cpu.fork_server", str(theirs.fileno()), *imports, _ROOM]
-        environment = os.environ | environment | {"FRESCO_PARENT_PID": str(os.getpid()), FORKED_VARIABLE: "1"}
+        # Threads are set by each copy for itself; a pool of them may not exist before it is made.
+        own = {"FRESCO_PARENT_PID": str(os.getpid()), FORKED_VARIABLE: "1", "OMP_NUM_THREADS": "1"}
 
         with theirs:
             self._server = subprocess.Popen(
                 command,
-                env=environment,
+                env=os.environ | environment | own,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -121,8 +122,6 @@ def begin_as_copies(config: Config) -> Iterator[Begin]:
     own: dict[str, str] = {}
     for spec in plan:
         own |= spec.environment
-    # Threads are set by each copy for itself; a pool of them may not exist before it is made.
-    own["OMP_NUM_THREADS"] = "1"
     server = ForkServer(imports, own, config.timeouts.hang_s)
 
     def begin(command: Command, files: Files) -> psutil.Process:

@@ -76,11 +76,13 @@ def agent_of(
     """
     reads, lease = os.pipe()
     folder.mkdir()
+
     program = AGENT.format(digest_s=2 * LEASE_S, part_s=part_s, close_s=close_s)
     words = [sys.executable, "-c", program, head.launcher.address, str(lease)]
     process = subprocess.Popen([*words, str(folder), "0"], bufsize=0, stdin=subprocess.PIPE, pass_fds=[lease])
     os.close(lease)
     head.launcher._local._others.add(psutil.Process(process.pid))  # it is no child of a head elsewhere
+
     try:
         assert process.stdin is not None
         process.stdin.write(head.key)

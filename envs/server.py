@@ -176,7 +176,8 @@ class EnvServer:
             for message in self.process.received():
                 if isinstance(message, messages.Stop):
                     return
-                self._peer_died(message)
+                if isinstance(message, messages.PeerDied):
+                    self._peer_died(message)
             if self._fatal is not None:
                 raise self._fatal
 

@@ -52,12 +52,13 @@ class Child:
     def name(self) -> str:
         return self.spec.name
 
-    def starts_for(self, now: float) -> float:
-        """The seconds since it began, or since something has come that it needs before it can."""
-        if (came := getattr(self.handle, "came", 0.0)) != self.came:
-            self.came = came
-            self.started = now
-        return now - self.started
+    def comes_nearer(self, now: float) -> bool:
+        """Whether something has come, since this was asked last, that it needs before it can begin."""
+        if (came := getattr(self.handle, "came", 0.0)) == self.came:
+            return False
+        self.came = came
+        self.started = now
+        return True
 
     def says_more(self, seconds: float) -> bool:
         """Whether it ended by an exception, whose message is on its way: a socket may be later than the kernel.

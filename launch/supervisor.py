@@ -333,7 +333,9 @@ class Supervisor:
 
                 self._child_ended(child)
             elif not child.registered:
-                if child.starts_for(now) > limits.start_s:
+                if child.comes_nearer(now):
+                    self._tell_broker(messages.StillCopying())
+                elif now - child.started > limits.start_s:
                     child.kill(f"did not start within timeouts.start_s={limits.start_s:g} s")
                     if child.incarnation == 0 and not child.found:  # nobody like it has worked yet: it would come again
                         raise RunFailed(f"{child.name} {child.why_killed}", log_tail(child.log))
@@ -417,6 +419,11 @@ class Supervisor:
         self._tell(self._book.died(deaths))
         for child in unit:
             self._spawn(child.spec, child.incarnation + 1)
+
+    def _tell_broker(self, message: Message) -> None:
+        """A run without rollout has none."""
+        if broker := self._children.get(("broker", 0)):
+            self._send(broker.identity, message)
 
     def _tell(self, told: Told) -> None:
         for peer, message in told:

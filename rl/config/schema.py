@@ -176,7 +176,7 @@ class LearnerConfig(Section):
     keep_checkpoints: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
     batch_deadline_s: float = Field(900.0, gt=0)
-    """Longest wait for a batch while no answer and no episode goes on; then the run stops."""
+    """Longest wait for a batch while no answer, no episode and no copied file goes on; then the run stops."""
 
     def pack_tokens(self, device: str) -> int:
         """Of one forward. device: `cpu` or `cuda`."""

@@ -490,7 +490,8 @@ class RunClient(Client):
         for message in self.process.received():
             if isinstance(message, Stop):
                 raise Stopped(message.reason)
-            self._peer_died(message)
+            if isinstance(message, messages.PeerDied):
+                self._peer_died(message)
         if self.process.stopping:
             raise Stopped("stopping")
         if self._broker is not None:

@@ -153,6 +153,10 @@ class Stop(Struct, frozen=True, tag="stop"):
     save_first: bool = False
 
 
+class StillCopying(Struct, frozen=True, tag="still_copying"):
+    """To the broker: the files that a process needs before it can begin come nearer."""
+
+
 # ---------------------------------------------------------------- tickets: broker <-> environment server
 
 
@@ -577,7 +581,8 @@ BatchMessage = (
     BatchRequest | BatchUnderway | Published | EvalRequest | SaveRequest | Journal | BatchPart | LongBatchPart
 )
 WeightMessage = WeightNotice | RestNotice | WeightStatus
-ControlMessage = Register | Heartbeat | Metrics | Fatal | AlarmRaised | Done | PeerDied | PeerListens | Stop
+SupervisorMessage = PeerDied | Stop | StillCopying
+ControlMessage = Register | Heartbeat | Metrics | Fatal | AlarmRaised | Done | PeerListens | SupervisorMessage
 Message = (
     TicketMessage | RequestMessage | ParsingMessage | TeacherMessage | BatchMessage | WeightMessage | ControlMessage
 )

@@ -149,7 +149,7 @@ class Process:
         self._next_pulse = 0.0
         self.closing_report: Callable[[], dict[str, Any]] | None = None
 
-        self.inbox: queue.SimpleQueue[messages.PeerDied | messages.Stop] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[messages.SupervisorMessage] = queue.SimpleQueue()
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._deaths: set[messages.PeerDied] = set()  # that were put into the inbox
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -206,7 +206,7 @@ class Process:
             self.closing_report = None
             self.send(messages.Done(self.role, json.dumps(report).encode()))
 
-    def received(self) -> Iterator[messages.PeerDied | messages.Stop]:
+    def received(self) -> Iterator[messages.SupervisorMessage]:
         """Drain the inbox; call when `wake_fd` is readable, or at every turn of a loop."""
         clear_event(self.wake_fd)
         yield from _drained(self.inbox)
@@ -258,14 +258,14 @@ class Process:
             self.run.addresses.learn(message)
             os.eventfd_write(self.wake_fd, 1)
             return
-        if not isinstance(message, messages.PeerDied | messages.Stop):
+        if not isinstance(message, messages.SupervisorMessage):
             raise ProtocolError(f"{type(message).__name__} from the supervisor")
 
         if isinstance(message, messages.Stop):
             self.stopping = self.stopping or not message.save_first
         elif message in self._deaths:  # told again after a connection broke
             return
-        else:
+        elif isinstance(message, messages.PeerDied):
             self._deaths.add(message)
             self.run.addresses.forget(message)
         self.inbox.put(message)

@@ -42,7 +42,7 @@ class Patience:
     """How long the learner may wait for a batch: as long as it comes nearer.
 
         patience = Patience(deadline_s, now)
-        patience.advanced(now)           # an answer has begun, grown or ended, or an episode has
+        patience.advanced(now)           # an answer has begun, grown or ended, an episode has, a copied file has grown
         patience.has_run_out(asked, now) # nothing of this for the deadline, since the learner asked
         patience.must_be_told(now)       # whether the learner must hear of it
 

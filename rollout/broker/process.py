@@ -215,8 +215,10 @@ class Broker:
             case _:
                 raise ProtocolError(f"{type(message).__name__} on the steps socket")
 
-    def _from_supervisor(self, message: messages.PeerDied | messages.Stop) -> None:
-        if isinstance(message, messages.PeerDied):
+    def _from_supervisor(self, message: messages.SupervisorMessage) -> None:
+        if isinstance(message, messages.StillCopying):
+            self._patience.advanced(self._now)
+        elif isinstance(message, messages.PeerDied):
             # Who begins late hears of earlier deaths too, maybe after the successor has asked.
             if message.role == "learner" and message.incarnation >= self._learner_incarnation:
                 self._saves.clear()

@@ -12,7 +12,7 @@ import time
 from filelock import FileLock
 
 from rl.store.checkpoint_folder import CheckpointError
-from rl.wire.messages import Done, Metrics, PeerDied, Stop
+from rl.wire.messages import Done, Metrics, PeerDied, StillCopying, Stop
 from rl.wire.process import Process
 from rl.wire.run import context_from_command_line
 
@@ -24,6 +24,8 @@ def _row(step: int) -> Metrics:
 def main() -> None:
     role = sys.argv[1]
     if os.environ.get(f"FAKE_{role.upper()}") == "die and never start" and sys.argv[-1] == "1":
+        time.sleep(3600)
+    if os.environ.get(f"FAKE_{role.upper()}") == "never start":
         time.sleep(3600)
     if os.environ.get(f"FAKE_{role.upper()}", "").startswith("late"):
         time.sleep(2)
@@ -119,6 +121,8 @@ def main() -> None:
                 if isinstance(message, PeerDied):
                     deaths += 1
                     process.send(Metrics(deaths, {"deaths": float(deaths)}))
+                if isinstance(message, StillCopying) and behaviour == "end while another's files come":
+                    behaviour = "done"
                 if isinstance(message, Stop):
                     break
 

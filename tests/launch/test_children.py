@@ -15,14 +15,16 @@ def test_the_time_to_start_counts_from_when_something_came_last_that_it_needs() 
     handle: Any = SimpleNamespace(came=0.0)
     silent = Heartbeat("learner", 0, 0, progress=-1, busy=False)
     child = Child(ProcessSpec("learner", 0, "a.module"), 0, handle, Path("log"), 100.0, silent)
-    assert child.starts_for(110.0) == 10
+    assert not child.comes_nearer(110.0) and child.started == 100
     for now in (120.0, 300.0):
         handle.came += 1
-        assert child.starts_for(now) == 0
-    assert child.starts_for(480.0) == 180, "nothing more comes, or it has begun"
+        assert child.comes_nearer(now)
+    assert not child.comes_nearer(480.0), "nothing more comes, or it has begun"
+    assert child.started == 300
 
 
 def test_of_other_launchers_it_counts_from_the_start() -> None:
     silent = Heartbeat("learner", 0, 0, progress=-1, busy=False)
     local: Any = SimpleNamespace()
-    assert Child(ProcessSpec("learner", 0, "a.module"), 0, local, Path("log"), 100.0, silent).starts_for(280.0) == 180
+    child = Child(ProcessSpec("learner", 0, "a.module"), 0, local, Path("log"), 100.0, silent)
+    assert not child.comes_nearer(280.0) and child.started == 100

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ import pytest
 from launch import supervisor
 from launch.cpu.fork_server import ForkServer
 from launch.launcher.local import Command, Files, LocalLauncher, begin_process
-from launch.launcher.protocol import Found, Launcher, Node
+from launch.launcher.protocol import Found, Handle, Launcher, Node, Spec
 from launch.plan import ProcessSpec
 from launch.supervisor import Supervisor
 from rl.wire.messages import Fatal, Message
@@ -295,6 +296,31 @@ def test_a_successor_that_hangs_before_it_registers_is_a_death(
     assert (
         "generator.0 did not start within timeouts.start_s=10 s; starting it again (2 of 3)" in capsys.readouterr().out
     )
+
+
+class Grows:
+    """The handle of a process whose files are being copied to its machine."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+
+    def __getattr__(self, name: str) -> Any:
+        return time.monotonic() if name == "came" else getattr(self.handle, name)
+
+
+class Copies(LocalLauncher):
+    """It copies, for ever, what generators need."""
+
+    def start(self, spec: Spec, node: Node) -> Any:
+        started = super().start(spec, node)
+        return Grows(started) if "generator" in spec.arguments else started
+
+
+def test_the_broker_hears_that_what_an_engine_needs_comes_nearer(run: RunFile) -> None:
+    plan = {"broker": "end while another's files come", "generator": "never start", "learner": "done"}
+    specs = [FakeSpec(role, 0, environment={f"FAKE_{role.upper()}": told}) for role, told in plan.items()]
+    assert Supervisor(run, [*specs], Copies(run, begin)).execute() == 0
+    assert not (run.folder / "logs" / "generator.0.1.log").exists()
 
 
 def test_an_engine_that_hangs_while_it_starts_is_replaced_and_one_that_works_is_not(

@@ -10,7 +10,7 @@ import pytest
 from rollout.broker.actions import GroupRecord
 from rollout.broker.core import BrokerCore
 from rollout.broker.tasks import SuccessWeighted, mixed_chance
-from tests.rollout.broker.test_core import Driver, rules
+from tests.rollout.broker.driver import Driver, rules
 
 
 def record(task: int, rewards: list[float], end: str = "trained") -> GroupRecord:

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from rl.wire.messages import Ticket
 from rollout.broker.actions import Action, EmitBatch, Finished, GroupRecord
 from rollout.broker.rules import Rules
-from tests.rollout.broker.test_core import Driver, of
+from tests.rollout.broker.driver import Driver, of
 
 STEPS = 20
 TASKS = 2000  # more than a run draws, so that the index of a task names it

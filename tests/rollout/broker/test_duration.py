@@ -6,8 +6,8 @@ from rl.wire.messages import Version
 from rollout.broker.actions import BatchSample, EmitBatch, Finished, IssueTicket
 from rollout.broker.assembly import make_batch_parts, no_batch, outcome_of
 from rollout.broker.group_state import Duration
+from tests.rollout.broker.driver import Driver, of, rules
 from tests.rollout.broker.test_assembly import GOOD
-from tests.rollout.broker.test_core import Driver, of, rules
 
 
 def batch(driver: Driver, groups: tuple[int, int], at: float) -> EmitBatch:

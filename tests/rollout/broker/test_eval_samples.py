@@ -12,7 +12,7 @@ from rl.observe.intervals import over_tasks, pass_at, pass_rates, success_rates
 from rl.wire.messages import Version
 from rollout.broker.actions import EvalEpisode, EvalReport, IssueTicket
 from rollout.broker.process import eval_metrics
-from tests.rollout.broker.test_core import Driver, of, rules
+from tests.rollout.broker.driver import Driver, of, rules
 
 
 @pytest.mark.parametrize(("solved", "tried"), [(0, 4), (1, 4), (3, 4), (4, 4), (2, 7)])

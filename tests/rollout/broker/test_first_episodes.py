@@ -10,7 +10,7 @@ import pytest
 from rl.config.schema import ConfigError, load_config
 from rollout.broker.actions import EmitBatch, GroupRecord, IssueTicket
 from rollout.broker.tasks import mixed_chance
-from tests.rollout.broker.test_core import Driver, groups_of, of, rules
+from tests.rollout.broker.driver import Driver, groups_of, of, rules
 
 
 def driver_of(**changes: Any) -> Driver:

@@ -7,7 +7,7 @@ from rl.observe.alarms import Alarms
 from rollout.broker.actions import BatchSample, EmitBatch, EpisodeOutcome
 from rollout.broker.guards import BatchGuards
 from rollout.broker.statistics import Statistics
-from tests.rollout.broker.test_core import rules
+from tests.rollout.broker.driver import rules
 
 
 def raised_by(*batches: tuple[int, list[int]]) -> list[str]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rl.wire.messages import Version
 from rollout.broker.actions import EmitBatch, EpisodeOutcome, GroupRecord, StopRun
 from rollout.broker.rules import Rules
-from tests.rollout.broker.test_core import Driver, of
+from tests.rollout.broker.driver import Driver, of
 from tests.rollout.broker.test_properties import configurations
 from tests.rollout.broker.world import World
 

@@ -11,7 +11,7 @@ from rl.config.alarms import AlarmsConfig
 from rl.observe.alarms import Alarms
 from rollout.broker.core import BrokerCore
 from rollout.broker.guards import BatchGuards
-from tests.rollout.broker.test_core import Driver, rules
+from tests.rollout.broker.driver import Driver, rules
 
 OLD = {"dataset": "100 tasks of old.jsonl, digest 0a1b"}
 NEW = {"dataset": "100 tasks of new.jsonl, digest 2c3d"}

@@ -14,7 +14,7 @@ from rollout.broker.core import BrokerCore
 from rollout.broker.rules import Rules
 from rollout.broker.tasks import DrawnTask
 from tests.rollout.broker.audited import AuditedLedger
-from tests.rollout.broker.test_core import Driver, groups_of, of, rules
+from tests.rollout.broker.driver import Driver, groups_of, of, rules
 
 # ------------------------------------------------------------ second copies
 

@@ -185,8 +185,9 @@ def copy(tmp_path: Path) -> Path:
 def shortened(command: str) -> str:
     if not planned(command) or "--help-fields" in command:
         return command
-    # No other test starts from this one's model, which takes a quarter of an hour to make on a slow machine.
-    few = "model.warm_start.demonstrations=2000 model.warm_start.steps=100" if "mixture_cpu" in command else ""
+    # No other test starts from the models of these, which take minutes to make.
+    own = any(recipe in command for recipe in ("mixture_cpu", "agent_openai_cpu"))
+    few = "model.warm_start.demonstrations=500 model.warm_start.steps=50" if own else ""
     return f"{command} steps=2 eval.tasks=8 {few}"
 
 
@@ -205,6 +206,7 @@ def bring_runs(block: Block, folder: Path) -> None:
 
 
 @pytest.mark.docs
+@pytest.mark.slow
 @pytest.mark.parametrize("page", pages_with("python", "bash"), ids=name)
 @pytest.mark.timeout(2 * LASTING_S)  # a page has many commands, each with that limit of its own
 def test_a_page_does_what_it_says(page: Path, copy: Path, tmp_path: Path) -> None:

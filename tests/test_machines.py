@@ -19,7 +19,11 @@ from experiments.machines import Machines, missing
 from rl.config.damage import read_lines
 from rl.store.batch_files import read_batch_parts
 
-pytestmark = [pytest.mark.docs, pytest.mark.skipif(bool(missing()), reason=f"several machines on one box: {missing()}")]
+pytestmark = [
+    pytest.mark.docs,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing()), reason=f"several machines on one box: {missing()}"),
+]
 ROOT = Path(__file__).parent.parent
 LEASE_S = 6.0
 STEPS = 400

@@ -18,7 +18,11 @@ from rl.store.made_once import cache_folder
 from tests.test_cluster_engines import NO_RAY, NO_SLURM, RAY, RAY_HOME, SLURM, ours, with_ray, with_slurm
 from tests.test_machines import PATIENCE_S, ROOT, Run, wait_for
 
-pytestmark = [pytest.mark.docs, pytest.mark.skipif(bool(missing()), reason=f"several machines on one box: {missing()}")]
+pytestmark = [
+    pytest.mark.docs,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing()), reason=f"several machines on one box: {missing()}"),
+]
 MACHINES = (1, 2, 3, 4)
 ALIKE = (
     "steps=3",

@@ -14,7 +14,11 @@ from rl.store.checkpoint_folder import steps_of, verify
 from rl.store.made_once import cache_folder
 from tests.test_machines import Run, wait_for
 
-pytestmark = [pytest.mark.docs, pytest.mark.skipif(bool(missing()), reason=f"several machines on one box: {missing()}")]
+pytestmark = [
+    pytest.mark.docs,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing()), reason=f"several machines on one box: {missing()}"),
+]
 APART = "cluster.place={learner: [2], generator: [3, 4], env_server: [4]}"
 AT_HEAD = "cluster.place={learner: [1], generator: [3, 4], env_server: [4]}"
 FEWER = "cluster.place={learner: [1, 2], env_server: [3]}"

@@ -86,6 +86,7 @@ def test_what_cannot_be_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.docs
+@pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=f"several machines on one box: {missing()}")
 def test_a_lost_machine_costs_its_lease_and_a_late_one_less(tmp_path: Path) -> None:
     out = tmp_path / "out.json"

@@ -123,6 +123,7 @@ class Rig:
 
     def start(self) -> None:
         from vllm.envs import disable_envs_cache
+        from vllm.model_executor.models import registry
         from vllm.model_executor.models.transformers.base import Base
 
         from rollout.generator.engines import vllm, vllm_settings
@@ -136,6 +137,8 @@ class Rig:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TMPDIR", str(self.folder))  # its sockets go with the rig
             patch.setattr(tempfile, "tempdir", None)
+            if self.device == "cpu":  # vLLM asks a process of its own about a class, lest CUDA begins in this one
+                patch.setattr(registry, "_run_in_subprocess", lambda ask: ask())
             patch.setenv("LD_PRELOAD", "")  # vLLM's addition is for its own child, not for other tests'
             if not self.own_process:  # later tests make models of the classes that vLLM changes to compile them
                 patch.setattr(Base, "_decorate_cls_for_torch_compile", lambda *_, **__: None)

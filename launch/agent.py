@@ -33,6 +33,7 @@ from launch.launcher.members import Lease
 from launch.launcher.node_messages import boot_time
 from launch.launcher.protocol import Spec
 from launch.machine import size_text
+from rl.config.lora import served_adapter
 from rl.learner.changes import CHANGES, WISH
 from rl.store.digests import FileDigest, file_digest
 from rl.store.made_once import cache_folder
@@ -49,7 +50,6 @@ _TURN_S = 0.25
 _ASK_S = 2.0  # after which a part of a file is asked for again
 _WEIGHTS = ".safetensors"
 _STATE = ".distcp"  # of the ranks, in a checkpoint
-_READ_BY = {"model": "learner", "teacher": "teacher", "resume": "learner"}
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ENDS_S = 2.0  # for the kernel to end a killed process
 _ARRIVES_MS = 2000  # for the last words to leave
@@ -421,6 +421,9 @@ class Files:
     def __init__(self, run: RunFile, files: dict[str, m.File], me: str) -> None:
         self._files = files
         self._me = me
+        # An engine begins with random weights and is sent its own, but for those below an adapter.
+        reads_model = ("learner",) if served_adapter(run.config.model) is None else ("learner", "generator")
+        self._readers = {"model": reads_model, "teacher": ("teacher",), "resume": ("learner",)}
         self._folders = {}
         self.seen = True
         """Whether all of them are."""
@@ -447,9 +450,11 @@ class Files:
         return run.model_copy(update=folders | {"config": config})
 
     def want(self, role: str) -> None:
-        """A process of this role is to begin, which needs them."""
+        """A process of this role is to begin, which needs them. The small ones come first: others may need no more."""
         needed = [path for path in self._needed(role) if not self._path(path).exists()]
-        self._wanted += [path for path in needed if path not in self._wanted]
+        wanted = [*self._wanted, *(path for path in needed if path not in self._wanted)]
+        begun = [path for path in wanted[:1] if self._partial(path).exists()]
+        self._wanted = begun + sorted(wanted[len(begun) :], key=_is_large)
 
     def are_there(self, role: str) -> bool:
         return not set(self._needed(role)) & set(self._wanted)
@@ -501,7 +506,7 @@ class Files:
 
     def _needed(self, role: str) -> list[str]:
         """All texts; the checkpoint to begin from, and weights, only who computes with them."""
-        others = [folder for folder, whose in _READ_BY.items() if whose != role]
+        others = [folder for folder, readers in self._readers.items() if role not in readers]
         large = [path for path in self._files if path.startswith("resume/") or path.endswith(_WEIGHTS)]
         spared = {path for path in large if path.partition("/")[0] in others}
         return [path for path in self._files if path not in spared]
@@ -515,9 +520,13 @@ class Files:
         return target.with_name(f".{target.name}.{self._me}")
 
 
+def _is_large(path: str) -> bool:
+    return path.endswith((_WEIGHTS, _STATE))
+
+
 def _looks_like(path: Path, file: m.File) -> bool:
     """Of weights the size decides: reading gigabytes of them would take longer than a lease."""
-    if path.name.endswith((_WEIGHTS, _STATE)):
+    if _is_large(path.name):
         return path.is_file() and path.stat().st_size == file.size
     return _is(path, file)
 

@@ -15,6 +15,7 @@ import pytest
 from experiments.machines import Machines, missing
 from rl.store.batch_files import read_batch_parts
 from rl.store.made_once import cache_folder
+from tests.made_before import make_arithmetic_model
 from tests.test_cluster_engines import NO_RAY, NO_SLURM, RAY, RAY_HOME, SLURM, ours, with_ray, with_slurm
 from tests.test_machines import PATIENCE_S, ROOT, Run, wait_for
 
@@ -41,6 +42,11 @@ SEE = {"local": (1, 2), "slurm": MACHINES, "ray": (1,)}
 """The machines that see the head's folders. Others get the model's files from the head."""
 STAND = {1: ["learner"], 2: ["generator", "learner"], 3: ["generator"], 4: ["env_server"]}
 _ROLES = {"rl.learner.process": "learner", "rollout.generator.process": "generator", "envs.server": "env_server"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def model() -> None:
+    make_arithmetic_model()
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +83,19 @@ def test_on_four_machines_a_run_without_lag_trains_what_it_trains_on_one(
     assert len(losses(alone)) == 3 and losses(tmp_path) == pytest.approx(losses(alone), rel=1e-4, abs=1e-6)
     for step in range(3):
         assert batch(tmp_path, step) == batch(alone, step) != {}
+
+
+def test_an_engine_that_does_not_see_the_model_has_it_below_the_adapters_that_it_is_sent(tmp_path: Path) -> None:
+    with Machines(4, shared={1: [tmp_path]}, hidden={number: [cache_folder()] for number in (2, 3, 4)}) as machines:
+        place = "cluster.place={learner: [1], generator: [2], env_server: [3]}"
+        apart = ("generator.count=1", "learner.ranks=1", "model.lora.serve=adapter", "alarms.exact=1e-3", place)
+        run = Run(machines, tmp_path, "math_lora_cpu", *ALIKE, *apart, "cluster.lease_s=20")
+        summary = run.end()
+        assert all(agent.wait(PATIENCE_S) == 0 for agent in run.agents.values())
+
+    rows = [*map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())]
+    differences = [row["exact/max"] for row in rows if "exact/max" in row]
+    assert summary["steps"] == 3 and len(differences) == 3 and max(differences) < 1e-3
 
 
 def standing(machines: Machines) -> dict[int, list[str]]:

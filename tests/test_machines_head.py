@@ -12,6 +12,7 @@ from experiments.machines import Machines, missing
 from launch.launcher.copies import TIMELINES
 from rl.store.checkpoint_folder import steps_of, verify
 from rl.store.made_once import cache_folder
+from tests.made_before import make_arithmetic_model
 from tests.test_machines import Run, wait_for
 
 pytestmark = [
@@ -124,6 +125,7 @@ def test_without_a_shared_folder_the_ranks_go_on_elsewhere_from_the_checkpoint_t
 
 def test_a_real_learner_goes_on_elsewhere_with_what_it_had_and_its_model_comes_home(tmp_path: Path) -> None:
     """Two ranks on two machines, which have neither the head's folder nor the model; they fetch its weights."""
+    make_arithmetic_model()
     hidden = {number: [cache_folder()] for number in (2, 3, 4)}
     shown = ("steps=8", "learner.checkpoint_every=2", "eval.tasks=16", "learner.ranks=2", "tracking.wandb=disabled")
     place = "cluster.place={learner: [2, 4], generator: [3], env_server: [3]}"

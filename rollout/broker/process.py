@@ -402,7 +402,7 @@ class Broker:
 
         error = WaitExpired(
             f"learner.0 waited for the broker's batch {core.n}, and for {self._patience.deadline_s:g} s no answer "
-            "began, grew or ended, and no episode (learner.batch_deadline_s); the broker waits for "
+            "began, grew or ended, no episode, and no copied file (learner.batch_deadline_s); the broker waits for "
             f"{self.intake.awaited()}"
         )
         error.add_note(json.dumps(core.describe(), indent=2))

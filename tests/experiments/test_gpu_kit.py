@@ -25,9 +25,7 @@ from experiments.bench._processes import watched
 from experiments.compare.job import Row
 from experiments.gpu import __main__ as kit
 from experiments.gpu import bundle, compare, kernels, part, runs
-from launch.prepare import prepare
-from rl.config.recipes import find_recipe
-from rl.config.schema import load_config
+from tests.made_before import make_arithmetic_model
 
 OURS = "tests.experiments.kit_parts:"
 
@@ -78,7 +76,7 @@ def test_the_fast_parts_on_a_cpu(tmp_path: Path) -> None:
 @pytest.mark.docs
 @pytest.mark.slow
 def test_a_learning_curve_on_a_cpu_in_engines_that_start_once(tmp_path: Path) -> None:
-    prepare(load_config(find_recipe("math_cpu")))  # as in a bundle: minutes, which are not the part's
+    make_arithmetic_model()  # as in a bundle: minutes, which are not the part's
     assert kit.main(["curve", "--device", "cpu", "--minutes", "8", "--out", str(tmp_path)]) == 0
     found = told(tmp_path, "curve")
     for name in ("α = 1", "α = 0"):

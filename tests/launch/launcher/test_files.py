@@ -61,6 +61,44 @@ def test_a_file_that_has_become_shorter_is_asked_for_now_and_then(files: Files) 
     assert files.are_there("learner")
 
 
+@pytest.mark.parametrize(
+    ("lora", "weights"),
+    [
+        ([], False),
+        (["model.lora={rank: 4, alpha: 8}"], False),
+        (["model.lora={rank: 4, alpha: 8, serve: adapter}"], True),
+    ],
+    ids=["in full", "merged", "adapter"],
+)
+def test_an_engine_has_the_weights_below_an_adapter_and_waits_for_no_others(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: list[str], weights: bool
+) -> None:
+    """They come behind all small files, whoever wanted them first."""
+    monkeypatch.setenv("FRESCO_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "there").write_bytes(WHOLE)
+    file = File(len(WHOLE), file_digest(tmp_path / "there"))
+    folders = {"model_folder": tmp_path / "model", "teacher_folder": tmp_path / "teacher"}
+    run = make_run(*lora).model_copy(update=folders)
+    names = ["teacher/a.safetensors", "model/a.safetensors", "model/b.safetensors", "model/tokenizer.json"]
+    files = Files(run, dict.fromkeys(names, file), "me")
+
+    for role in ("teacher", "learner", "generator", "env_server"):
+        files.want(role)
+    came = []
+    for name in ("model/tokenizer.json", "teacher/a.safetensors", "model/a.safetensors", "model/b.safetensors"):
+        assert files.ask(0.0) == Ask(name, 0)
+        files.take(Part(name, 0, WHOLE))
+        came.append({role for role in ("generator", "env_server", "teacher", "learner") if files.are_there(role)})
+    small = {"env_server"} if weights else {"env_server", "generator"}
+    assert came == [small, small | {"teacher"}, small | {"teacher"}, small | {"teacher", "learner", "generator"}]
+
+
+def test_a_file_that_is_coming_is_not_put_off(files: Files) -> None:
+    files.take(Part(NAME, 0, WHOLE[:4]))
+    files.want("learner")
+    assert files.ask(0.0) == Ask(NAME, 4)
+
+
 def test_an_empty_file_comes_as_any(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FRESCO_CACHE", str(tmp_path / "cache"))
     (tmp_path / "there").write_bytes(b"")

@@ -1,7 +1,4 @@
-"""What several long tests begin with: `python -m tests.made_before` makes it, which takes minutes of one core.
-
-Each of them asks for it before it counts time of its own.
-"""
+"""What several long tests begin with. Each asks for it before it counts time of its own."""
 
 from __future__ import annotations
 
@@ -11,9 +8,5 @@ from rl.config.schema import load_config
 
 
 def make_arithmetic_model() -> None:
-    """`math_cpu`'s, unless the cache has it."""
+    """`math_cpu`'s, unless the cache has it: it takes minutes of one core."""
     prepare(load_config(find_recipe("math_cpu")))
-
-
-if __name__ == "__main__":
-    make_arithmetic_model()

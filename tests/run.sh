@@ -12,6 +12,5 @@ mypy
 python -m pytest "$@"
 if [ $# -eq 0 ]; then
     source tests/engines.sh
-    env -u OMP_NUM_THREADS python -m tests.made_before # else one worker makes it, and the others wait
     python -m pytest -n 3 -m "families or docs" # what a plain pytest leaves out: whole runs
 fi

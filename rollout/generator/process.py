@@ -93,6 +93,7 @@ class GeneratorServer:
         finally:
             loop.remove_reader(self._process.wake_fd)
 
+            self._process.busy = True  # an end that does not come is a hang
             self._streams.close()
             for task in self._tasks:
                 task.cancel()
@@ -411,7 +412,7 @@ class GeneratorServer:
             held = len(self._jobs) - self._running
             self._trace(EngineState(self._running, held, self._tokens, self.version.n))
 
-        process.busy = (self._running > 0 and not self._status.resting) or self._loading
+        process.busy = (self._running > 0 and not self._status.resting) or self._loading or self._ended.done()
         process.stats = {
             "idle_s": process.waits.seconds.get("work", 0.0),
             "busy_s": self._busy_s,

@@ -26,7 +26,7 @@ from launch.supervisor import Supervisor
 from rl.wire.messages import Fatal, Message
 from rl.wire.run import RunFile
 from tests.conftest import MakeRun
-from tests.launch.hanging_engine import WORKS_S
+from tests.launch.hanging_engine import BLOCKS_AT, WORKS_S
 
 pytestmark = pytest.mark.slow
 
@@ -337,6 +337,21 @@ def test_an_engine_that_hangs_while_it_starts_is_replaced_and_one_that_works_is_
     assert time.monotonic() - begin > WORKS_S + run.config.timeouts.hang_s
     shown = capsys.readouterr().out
     assert shown.count("starting it again") == 1
+    assert "generator.0 busy without progress for 4 s; starting it again (1 of 3)" in shown
+
+
+def test_an_engine_that_has_failed_and_does_not_end_is_replaced(
+    run: RunFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.config.timeouts.hang_s = 4
+    run.config.generator.engine = "simulated"
+    run.save()
+    others = [
+        FakeSpec(role, 0, environment={f"FAKE_{role.upper()}": "done1"}) for role in ("broker", "proxy", "learner")
+    ]
+    blocked = ProcessSpec("generator", 0, "tests.launch.hanging_engine", environment={BLOCKS_AT: "end"})
+    assert supervise(run, [*others, blocked]) == 0
+    shown = capsys.readouterr().out
     assert "generator.0 busy without progress for 4 s; starting it again (1 of 3)" in shown
 
 

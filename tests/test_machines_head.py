@@ -86,7 +86,8 @@ def test_where_the_heads_machine_is_lost_a_run_begins_anew_on_one_that_holds_a_c
 ) -> None:
     """The learner's own, or, where that stood on the head's machine, one that has nothing else of it."""
     with Machines(4, shared={1: [tmp_path]}) as machines:
-        run = Run(machines, tmp_path, *SIMULATED, place)
+        # On a busy machine agents and head were once silent for longer than the shortest lease.
+        run = Run(machines, tmp_path, *SIMULATED, place, "cluster.lease_s=15")
         there = place_of(machines, 2, tmp_path)
         wait_for(lambda: any(copied(folder) >= 10 for folder in there.glob("simulated@2.*")), run.told)
         machines.kill(1)
